@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 (and V3, V3.1) as a diagram: embedding -> blocks on one residual stream -> norm -> head.
 
-Parameter names are those of DeepSeek's inference code; ``checkpoint/names_v32.py`` has the checkpoint's. Tokens of all
-requests of a step are concatenated, ``[T]``; the step's metadata says which request they belong to.
+Parameter names follow DeepSeek's inference code; ``checkpoint/names_v32.py`` has the checkpoint's. Tokens of all
+requests of a step are concatenated, ``[T]``; the step's metadata maps them to requests.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class DeepseekV32(Backbone):
         positions: torch.Tensor,
         step: StepMetadata,
     ) -> torch.Tensor:
-        """See `Backbone.draft_hidden_states`; positions are those of the step."""
+        """See `Backbone.draft_hidden_states`; positions are the step's."""
         return self.mtp["0"].draft(hidden_states, self.embed(next_token_ids), next_token_ids, step)
 
     def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

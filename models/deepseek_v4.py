@@ -1,7 +1,7 @@
 """DeepSeek-V4 as a diagram: embedding -> m streams -> blocks -> one stream -> norm -> head.
 
 Parameter names are the checkpoint's. Tokens of all requests of a step are concatenated, ``[T]``; the step's metadata
-says which request they belong to.
+maps them to requests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DeepSeek-V4.1's text model as a diagram: embedding -> m streams -> blocks -> one stream -> norm -> head.
 
-What differs from V4: a sublayer's input is collapsed with the weights that the sublayer before it has computed, layers
+Differences to V4: a sublayer's input is collapsed with the weights that the previous sublayer has computed, layers
 share compressed entries and selections, and an n-gram memory is added to the streams of some layers. Parameter names
 are the checkpoint's. Tokens of all requests of a step are concatenated, ``[T]``.
 """

@@ -44,7 +44,7 @@ class MarkovHead(CheckpointModule):
 
 
 def add_draft_ends(stage: CheckpointModule, context: BuildContext, spec: LayerSpec, embed: str, head: str) -> None:
-    """Adds to a stage what the first and the last one have besides a block; see `MarkovHead`."""
+    """Adds the extra modules of the first and the last stage to a stage; see `MarkovHead`."""
     config, sizes = context.config, (context.numerics, context.dtype, context.device)
     if spec is config.mtp_layers[0]:
         inputs = config.hidden_size * len(config.dspark.dspark_target_layer_ids)
@@ -96,7 +96,7 @@ class DraftsBlocks:
         """
 
     def draft_tokens(self, hidden_states: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Greedy drafts one after the other.
+        """Sequential greedy drafts.
 
         Args:
             hidden_states: ``[B, n, hidden_size]`` of the first rows of each block.

@@ -47,14 +47,15 @@ class Family(ABC):
 
     Attributes:
         model_class: class that `build` instantiates; its ``block_class`` has the layers' attention.
-        impls: attention impls of the family; builder_class: builds the metadata of its steps.
-        impl: the chosen impl; None for a model whose layers have none (V3).
+        impls: attention impls of the family.
+        builder_class: builds the metadata of its steps.
+        impl: the chosen impl; None for V3, whose layers have no impl.
         mixed: prefill queries read cache pages in place.
         reference_only: every op runs as its torch reference (``backend="reference"``).
 
     Raises:
-        ValueError: a backend that is unknown or cannot run here, a model that the ranks cannot
-            share, or what cannot be deterministic.
+        ValueError: the backend is unknown or cannot run here, the ranks cannot share the model, or ``deterministic``
+            is not available for these options.
     """
 
     model_class: type[deepseek_v4.DeepseekV4] | type[deepseek_v32.DeepseekV32] | type[deepseek_v41.DeepseekV41]
@@ -88,7 +89,7 @@ class Family(ABC):
         self.mixed = options.prefill_reads_pages(self.spec)
 
     def choose_impl(self) -> type[SplitAttentionImpl] | None:
-        """The impl that the options name; ValueError for one that is unknown or cannot run here."""
+        """The impl that the options name; ValueError if it is unknown or cannot run here."""
 
         impls = self.impls
         if self.options.deterministic:
@@ -203,7 +204,7 @@ class DeepseekV41Family(Family):
         """See `Family.build`.
 
         Raises:
-            ValueError: ``layers`` without one that they read entries, selections or candidates of.
+            ValueError: ``layers`` lacks a layer whose entries, selections or candidates another layer reads.
         """
         needed = None if layers is None else self.config.with_sources(layers)
         if layers is not None and needed != sorted(layers):

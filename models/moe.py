@@ -1,4 +1,4 @@
-"""Mixture of experts: hash routing in V4's first layers, scored routing in the others, group-limited in V3."""
+"""Mixture of experts: hash routing in V4's first layers, scored routing elsewhere, group-limited in V3."""
 
 from __future__ import annotations
 
@@ -218,5 +218,5 @@ class MoE(CheckpointModule):
         return self.experts(x, experts, weights, *self._shared(x))
 
     def _shared(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """This rank's part of the shared expert, computed beside what follows."""
+        """This rank's part of the shared expert, computed in parallel with the next launches."""
         return run_beside(lambda: self.parallel.own_tokens(self.shared_experts(x) if len(x) else x), x.device)

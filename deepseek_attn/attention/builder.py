@@ -124,7 +124,7 @@ class MetadataBuilder:
 
 
 def upload_vectors(wide: Tensor, vectors: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Copies int64 CPU vectors to ``device`` in one transfer: ``wide`` as int64, the others as int32.
+    """Copies int64 CPU vectors to ``device`` in one transfer: ``wide`` as int64, all others as int32.
 
     Sent as one int32 matrix with a vector per row, ``wide`` as pairs of int32. Rows are padded to a multiple of 16
     bytes, because kernels may load 16 bytes at once.
@@ -176,7 +176,7 @@ def add_pages(
     groups: list[EntryGroup],
     indices: StepIndices,
 ) -> StepMetadata:
-    """Adds to a step's rows what its layers read and write: window, pages of entries, compressor batches."""
+    """Adds the window, pages of entries and compressor batches to a step's rows."""
     if indices.swa is not None:
         step.swa = DeepseekSparseSWAMetadata(
             block_table=step.block_tables[WINDOW],

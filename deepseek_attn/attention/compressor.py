@@ -19,7 +19,8 @@ class CompressorBase(CheckpointModule):
 
     Attributes:
         ape: float32 ``[ratio, width]``, added to the gate scores by place in the window.
-        norm: of what is pooled; rope: rotates it.
+        norm: RMSNorm of the pooled vector.
+        rope: rotation of the normed vector.
         rotate: multiply the entry by a Hadamard matrix before it is stored.
         pool, state: of entries, and of the projections of open windows; set by `bind`. Without a state nothing is
             pooled.

@@ -44,7 +44,7 @@ class LightningIndexer(CheckpointModule):
     """Scores cached keys with small heads of its own and selects the best ``index_topk`` of them for each query.
 
     ``score[t, e] = sum_h weight[t, h] * relu(q[t, h] . key[e])``, over the entries that query ``t`` may see. All
-    attention heads share the selection; the scores are used for nothing else. Subclasses define what a key is.
+    attention heads share the selection; the scores have no other use. Subclasses define the keys.
 
     Attributes:
         half_split: RoPE rotates the pairs ``(i, i + n)`` of the first channels, not ``(2 i, 2 i + 1)`` of the last.
@@ -116,11 +116,11 @@ class LightningIndexer(CheckpointModule):
         Decodes, then prefills: the width of their scores is bounded by the block table, or by the longest prefill.
 
         Args:
-            queries: those of all tokens; None if `needs_topk` is false, which selects every entry that is visible.
+            queries: index queries of all tokens; None if `needs_topk` is false: every visible entry is selected.
             out: int32 ``[T, index_topk]``: entries local to the request, ascending, then -1.
 
         Returns:
-            int32 ``[Dt, index_topk]``, the slots of what decode tokens selected; None without index queries.
+            int32 ``[Dt, index_topk]``, slots of the decode tokens' selected entries; None without index queries.
         """
         meta, pool, num_visible = step.sparse[self.ratio], self.pool, step.entry_counts(self.ratio, self.topk).visible
         if queries is None:
@@ -146,14 +146,14 @@ class LightningIndexer(CheckpointModule):
 
 
 def query_linears(wq_b: Linear, indexer: LightningIndexer | None, step: StepMetadata) -> list[Linear]:
-    """Projections of the query latent: the queries, and those of the indexer unless it selects every entry."""
+    """Projections of the query latent: queries, and index queries unless the indexer selects every entry."""
     if indexer is not None and indexer.needs_topk(step):
         return [wq_b, indexer.wq_b]
     return [wq_b]
 
 
 def select_all(num_visible: Tensor, out: Tensor) -> None:
-    """Selects every entry: the first ``num_visible [T]`` ones of each query into ``out [T, index_topk]``, then -1."""
+    """Writes entries 0 .. ``num_visible[t]`` - 1 of each query to ``out [T, index_topk]``, then -1."""
     column = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
     out.copy_(torch.where(column < num_visible.unsqueeze(1), column, -1))
 

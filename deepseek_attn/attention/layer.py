@@ -57,7 +57,7 @@ class LayerQueries(AttentionQueries):
     """Queries of attention and of the indexer.
 
     Attributes:
-        index: the indexer's queries; None if it selects every entry, or there is no indexer.
+        index: the indexer's queries; None without an indexer, or if it selects every entry.
     """
 
     index: IndexQueries | None = None
@@ -197,8 +197,9 @@ class DeepseekV4MLAAttention(CheckpointModule):
         """Attention of new tokens over everything their requests have cached, themselves included.
 
         Args:
-            x: ``[T, hidden_size]``, normed hidden states of all requests, one after the other.
-            positions: int64 ``[T]``; step: metadata of the batch; None warms up: scratch is reserved, and 0 returned.
+            x: ``[T, hidden_size]``, normed hidden states of all requests, concatenated.
+            positions: int64 ``[T]``.
+            step: metadata of the batch; None: warm-up, which reserves scratch memory and returns zeros.
 
         Returns:
             ``[T, hidden_size]`` in the dtype of ``x``.

@@ -1,4 +1,4 @@
-"""The headers of a checkpoint checked against what a model wants, before any tensor is read."""
+"""Checks of a checkpoint's headers against the tensors of a model, before any tensor is read."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def check_headers(
 ) -> None:
     """Checks the headers of ``source`` against ``config`` before a model is built, so that no size is merely believed.
 
-    `load_model` checks them again, with the slots of the model. Where a config asks for far more tensors than there
-    are, most of them are not even listed.
+    `load_model` checks them again, with the slots of the model. If a config requires far more tensors than the
+    checkpoint has, only the first missing tensors are listed.
 
     Args:
         layers, attention_only: see `load_model`.
@@ -98,7 +98,7 @@ def check_schedule(config: ModelConfig, entries: dict[str, TensorInfo], selectio
 
 
 def stored_branch(entries: dict[str, TensorInfo], attn: str) -> tuple[int, bool, bool] | None:
-    """Ratio, overlap and indexer of a stored layer by the shapes of its tensors; None where these do not say."""
+    """(ratio, overlap, indexer) of a stored layer by the shapes of its tensors; None where unknown."""
     ape, wkv = entries.get(f"{attn}.compressor.ape"), entries.get(f"{attn}.wkv.weight")
     if wkv is None:
         return None
@@ -119,7 +119,7 @@ def _not_loaded(weight: torch.Tensor, scale: torch.Tensor | None) -> None:
 
 
 class Accounted(NamedTuple):
-    """The tensors of a source by what a load does with them.
+    """The tensors of a source, grouped by their treatment in a load.
 
     Attributes:
         loaded: published names of a tensor and, where it has one, of its scale, in source order.
@@ -136,8 +136,7 @@ def account(slots: dict[str, WeightSlot], source: CanonicalSource, selection: Se
     """Finds for every tensor its slot or the rule that excludes it, for every slot its tensor, and checks all headers.
 
     Raises:
-        ValueError: one error that lists all problems. Tensors of a kind that no model here has are one only beside
-            others.
+        ValueError: one error that lists all problems. Tensors of an unknown kind are listed only beside other problems.
     """
     entries = source.entries()
     scales = {scale_name(name): name for name in slots if scale_name(name)}

@@ -22,9 +22,9 @@ SMALL_FILES = (INDEX_FILE, GENERATION_FILE, "tokenizer.json", "tokenizer_config.
 class PretrainedSource(CheckpointSource):
     """The tensors of a checkpoint by path or hub id. A context manager that unmaps its files.
 
-    ``org/name`` or ``org/name@revision`` is the local copy of a repository of the hub. A copy that has all the files is
-    taken as it is, without a look at the network; what is missing is downloaded: first the small files with the
-    index, and the shards when the tensors are asked for, so that wrong options are found before.
+    ``org/name`` or ``org/name@revision`` is the local copy of a repository of the hub. A complete copy is used without
+    the network. Missing files are downloaded: first the small files and the index; the shards only when their tensors
+    are requested, so that wrong options are found before.
 
     Args:
         layers, attention_only: of which tensors will be read. Shards without such tensors may be missing, and are not
@@ -56,7 +56,7 @@ class PretrainedSource(CheckpointSource):
         if self._repo:
             index, shards = self.directory / INDEX_FILE, [SINGLE_FILE]
             if index.is_file():
-                listed = read_index(index, needed=lambda name: False)  # those that are missing come now
+                listed = read_index(index, needed=lambda name: False)  # downloads the missing shards
                 shards = [shard.name for shard, names in listed.items() if any(map(needed, names))]
             absent = [shard for shard in shards if not (self.directory / shard).is_file()]
             if absent:

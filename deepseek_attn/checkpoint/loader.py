@@ -28,9 +28,9 @@ class LoadReport:
         loaded: published names of the tensors that were loaded, scales included.
         ignored: rule -> published names of the tensors that it excluded.
         bytes: stored bytes of the loaded tensors; of a sharded tensor, those of this rank's shard.
-        by_row: tables and their scales that stay in the checkpoint, and are read by row while the model runs.
-        mtp_loaded: the MTP layers of the model have weights. False when the model has none, when the checkpoint has
-            none (transformers drops them) or has a DSpark drafter in their place, and for partial loads.
+        by_row: tables and their scales that stay in the checkpoint and are read by row while the model runs.
+        mtp_loaded: the MTP layers of the model have weights. False if the model or the checkpoint has no MTP layers
+            (transformers drops them), if the checkpoint has a DSpark drafter instead, and for partial loads.
     """
 
     loaded: tuple[str, ...]
@@ -134,7 +134,7 @@ def _loaded_bytes(slot: WeightSlot, pair: tuple[str, ...], entries: dict[str, Te
 
 def _load(slot: WeightSlot, source: CanonicalSource, name: str) -> bool:
     """Fills a slot; returns whether the tensor holds a NaN."""
-    # A function of its own, so that a tensor is released before the next one is read.
+    # a separate function: the tensor is released before the next one is read
     try:
         weight, scale = read_weight(source, name, slot.shard, slot.block)
         slot.load(weight, scale)

@@ -1,4 +1,4 @@
-"""Tensor names: the published spelling, and the others that loaders meet.
+"""Tensor names: the published spelling, and other spellings of the same tensors in checkpoints.
 
 The published checkpoints call a tensor ``layers.3.attn.wq_a.weight``; transformers calls it
 ``model.layers.3.self_attn.q_a_proj.weight`` and packs the experts of a layer into two tensors. Everything past this

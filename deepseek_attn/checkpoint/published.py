@@ -71,8 +71,8 @@ class PublishedSource(CheckpointSource):
     them.
 
     Args:
-        config: the model; ``self.config`` is the same with ``expert_dtype`` as given.
-        expert_dtype: ``"fp4"`` (V4 and V4.1), ``"fp8"`` or ``"bf16"``; None: that of the config.
+        config: the model; ``self.config`` is its copy with the given ``expert_dtype``.
+        expert_dtype: ``"fp4"`` (V4 and V4.1), ``"fp8"`` or ``"bf16"``; None: the config's.
 
     Raises:
         ValueError: an unsupported ``expert_dtype``, FP4 experts whose width 32 does not divide, or a tensor that is
@@ -127,7 +127,7 @@ class PublishedSource(CheckpointSource):
         return name if stem == name else f"{stem}.weight"
 
     def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
-        """Token ids modulo ``count``: there is no tokenizer."""
+        """Token ids modulo ``count``, because there is no tokenizer."""
         return [token_id % count for token_id in range(vocab_size)]
 
     def row_values(self, name: str, recipe: Recipe, rows: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ class RepeatingSource(RandomSource):
 
 
 def _repeated(drawn: torch.Tensor, rows: int) -> torch.Tensor:
-    """``rows`` rows: those of ``drawn``, again and again, each time rotated by one column more."""
+    """``rows`` rows: repetitions of the rows of ``drawn``, each repetition rotated by one more column."""
     repeated = drawn.new_empty(rows, *drawn.shape[1:])
     for number, part in enumerate(repeated.split(len(drawn))):
         shift = number % drawn.shape[-1]

@@ -21,7 +21,7 @@ class Recipe:
         kind: key of ``DRAW``: the distribution, and the dtype of tensors that are not quantised.
         shape: logical shape.
         gain: factor on a linear weight.
-        same_as: name of a tensor that this one is a copy of; None for most.
+        same_as: name of the tensor that this tensor copies; None for most tensors.
     """
 
     kind: str

@@ -95,7 +95,7 @@ class SafetensorsSource(CheckpointSource):
         self.close()
 
     def _shards(self) -> Mapping[Path, set[str] | None]:
-        """Shard -> the names that the index puts there (None: there is no index)."""
+        """Shard -> tensor names by the index (None: no index file)."""
         if not self.path.exists():
             raise ValueError(f"checkpoint directory {self.path} does not exist")
         if not self.path.is_dir():
@@ -134,7 +134,7 @@ class SafetensorsSource(CheckpointSource):
 
 
 def expect_random_reads(mapped: torch.Tensor) -> None:
-    """Tells the system that rows of a mapped tensor are read in no order: it then reads their pages alone.
+    """Advises the system of random access to a mapped tensor: it then reads only the pages of the requested rows.
 
     Otherwise it may read megabytes around each row.
     """
@@ -177,12 +177,12 @@ def read_index(index: Path, needed: Callable[[str], bool]) -> dict[Path, set[str
 def read_header(shard: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, in the order of their bytes.
 
-    The safetensors library checks it: types, sizes, and that tensors follow one another from the first byte to the
-    last. It keeps one of two entries of the same name, which is therefore looked for here.
+    The safetensors library checks types, sizes, and that tensors cover the file without gaps. It keeps one of two
+    entries with the same name, so duplicates are searched here.
 
     Raises:
         ValueError: the header cannot be read or names a tensor twice; the file is shorter or longer than the header
-            says; or tensors overlap, leave gaps, or have another size than their dtype and shape.
+            requires; or tensors overlap, leave gaps, or have another size than their dtype and shape.
     """
     header, found = _header_bytes(shard)
     what, problem = f"broken header of shard {shard}", ""
@@ -192,7 +192,7 @@ def read_header(shard: Path) -> dict[str, TensorInfo]:
         problem = shortened(str(error))
         if not any(kind in problem for kind in SIZE_PROBLEMS):
             raise ValueError(f"{what}: {problem}; tensors must follow one another without gaps or overlaps") from None
-    fields = parse_json(header, what)  # of the right types, otherwise safe_open would have said so
+    fields = parse_json(header, what)  # the types are right: safe_open has checked them
     fields.pop("__metadata__", None)
     entries = sorted(fields.items(), key=lambda item: item[1]["data_offsets"][1])
     tensors = {name: _tensor_info(f"{what}: {name}", entry) for name, entry in entries}

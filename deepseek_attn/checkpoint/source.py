@@ -61,7 +61,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-        """The header of a contiguous tensor; ``dtype`` is one of `DTYPES`."""
+        """The header of a contiguous tensor; ``dtype`` is in `DTYPES`."""
         return cls(dtype, tuple(shape), math.prod(shape) * DTYPES[dtype].bits // 8)
 
 
@@ -87,15 +87,15 @@ class CheckpointSource(ABC):
         return tensor.narrow(0, index * size, size).clone()
 
     def read_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of a tensor by number, int64 ``[n]``; the others are not read where the source can avoid it."""
+        """Rows of a tensor by index, int64 ``[n]``; other rows are not read where the source can avoid it."""
         tensor = self.view(name)
         return tensor.view(torch.uint8)[rows].view(tensor.dtype) if tensor.element_size() == 1 else tensor[rows]
 
     def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
-        """``count`` different numbers for the tokens of a vocabulary: what Engram hashes in place of token ids.
+        """``count`` different numbers for the tokens of a vocabulary; Engram hashes them instead of token ids.
 
         Raises:
-            ValueError: the source has no tokenizer, or one that does not give as many.
+            ValueError: the source has no tokenizer, or its tokenizer gives another number of values.
         """
         raise ValueError(f"a {type(self).__name__} has no tokenizer, and Engram hashes the texts of tokens")
 

@@ -56,7 +56,7 @@ def read_weight(
         block: rows and columns of an FP8 block.
 
     Returns:
-        (tensor, None) when there is no scale; (``float8_e4m3fn``, float32 block grid); or (packed FP4 ``uint8``, e8m0
+        (tensor, None) without a scale; (``float8_e4m3fn``, float32 block grid); or (packed FP4 ``uint8``, e8m0
         ``uint8`` bytes).
 
     Raises:

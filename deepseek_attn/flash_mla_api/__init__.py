@@ -3,9 +3,9 @@
     from deepseek_attn.flash_mla_api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 Same arguments, shapes, dtypes and conventions: Triton on an NVIDIA GPU of compute capability 8.0 or later, plain torch
-elsewhere. It takes what all flavours of the package ``flash_mla`` take (upstream, ``sgl-flash-mla``, vLLM's fork), and
-any number of heads, indices per row and entries per page. V4.1's caches, dense decoding over FP8 caches and batch
-invariance are refused. Nothing here computes gradients.
+elsewhere. It takes the arguments of all flavours of the package ``flash_mla`` (upstream, ``sgl-flash-mla``, vLLM's
+fork), and any number of heads, indices per row and entries per page. V4.1's caches, dense decoding over FP8 caches and
+batch invariance are refused. Nothing here computes gradients.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ def check_tensor(
     """Checks an argument's dtype, shape and device.
 
     Args:
-        shape: the sizes that are wanted; a string names one that may be any.
-        device: the one that is wanted, or None for any.
+        shape: the required sizes; a string names a free size.
+        device: the required device, or None for any.
         hint: the end of the message.
 
     Raises:
-        ValueError: it differs, or is no tensor.
+        ValueError: a requirement is not met, or the value is not a tensor.
     """
     got = type(tensor).__name__
     if isinstance(tensor, Tensor):

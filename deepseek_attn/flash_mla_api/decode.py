@@ -67,8 +67,8 @@ def flash_mla_with_kvcache(
         block_table, cache_seqlens: dense: int32 ``[b, blocks]`` pages and ``[b]`` tokens of each request; pages behind
             the last token may be any number. Sparse: not used.
         head_dim_v: 512.
-        tile_scheduler_metadata, num_splits: what `get_mla_metadata` returned; the two tensors of FlashMLA before 2026
-            are taken and not used.
+        tile_scheduler_metadata, num_splits: result of `get_mla_metadata`; the two tensors of FlashMLA before 2026 are
+            accepted and ignored.
         softmax_scale: factor of the logits, or None for ``d_qk ** -0.5``.
         causal: dense: query ``j`` of ``s_q`` sees all but the last ``s_q - 1 - j`` tokens.
         is_fp8_kvcache: must agree with ``indices``: FP8 caches are read sparsely, plain ones densely. None: it does.
@@ -79,7 +79,7 @@ def flash_mla_with_kvcache(
         topk_length, extra_topk_length: int32 ``[b]`` leading indices of a request's rows that count, or None for all.
         out: contiguous ``[b, s_q, h_q, 512]`` like q to write to, as in vLLM's fork.
         enable_batch_invariant: must be False.
-        use_legacy, kv_format: not used: the bytes of an entry say what it is.
+        use_legacy, kv_format: ignored: the size of an entry determines its format.
         descale_q, descale_k: must be None; they belong to dense decoding over FP8 caches.
 
     Returns:
@@ -212,11 +212,12 @@ def _paged_keys(
 
 
 class _DenseKeys(NamedTuple):
-    """Rows ``[N, d_qk]`` that hold every key of a cache, and those that ``b * s_q * h_k`` groups of heads see.
+    """Rows ``[N, d_qk]`` with every key of a cache, and the visible rows of ``b * s_q * h_k`` groups of heads.
 
     Attributes:
-        indices: ``[b * s_q * h_k, K]`` rows; lens: ``[b * s_q * h_k]`` leading ones that count.
-        h_k: key heads, each of which ``h_q / h_k`` query heads share.
+        indices: ``[b * s_q * h_k, K]``, row indices.
+        lens: ``[b * s_q * h_k]``, number of leading indices that are valid.
+        h_k: key heads, each shared by ``h_q / h_k`` query heads.
     """
 
     rows: Tensor
@@ -233,7 +234,7 @@ class _DenseKeys(NamedTuple):
 def _dense_keys(
     q: Tensor, k_cache: Tensor, block_table: Tensor | None, cache_seqlens: Tensor | None, causal: bool
 ) -> _DenseKeys:
-    """A checked plain cache as rows, with those that each group of heads sees."""
+    """A checked plain cache as rows, with the visible rows of each group of heads."""
     b, s_q, h_q, d_qk = q.shape
     check_tensor("k_cache", k_cache, (q.dtype,), ("pages", "page_block_size", "h_k", d_qk), q.device)
     if block_table is None or cache_seqlens is None:
@@ -273,7 +274,7 @@ class _Matrix(NamedTuple):
 
 
 def _as_matrix(cache: Tensor) -> _Matrix:
-    """A view of ``cache [pages, n, h_k, d]``; its rows overlap where strides are no multiples of ``d``."""
+    """A view of ``cache [pages, n, h_k, d]``; its rows overlap where strides are not multiples of ``d``."""
     sizes, d = cache.shape[:3], cache.shape[3]
     if cache.numel() == 0:
         return _Matrix(cache.new_empty(0, d), 0, 0, 0)

@@ -45,7 +45,8 @@ def flash_mla_sparse_fwd(
         d_v: 512.
         attn_sink: float32 ``[h_q]``, a logit per head that joins the denominator only; neither ``lse`` nor
             ``max_logits`` have it. +inf gives 0, -inf changes nothing.
-        topk_length: int32 ``[s_q]`` leading indices that count, or None for all. What later ones name is not read.
+        topk_length: int32 ``[s_q]``, number of leading indices that are valid, or None for all. Rows of later indices
+            are not read.
         out: bfloat16 ``[s_q, h_q, 512]`` with contiguous channels to write to, as in vLLM's fork; heads of a wider
             tensor too.
         use_legacy: not used; ``sgl-flash-mla`` has kernels for V4 and V3.2 behind it.

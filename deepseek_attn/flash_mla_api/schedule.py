@@ -1,4 +1,4 @@
-"""What FlashMLA's decoding keeps between calls. The kernels here need no schedule: it only notes a call's shapes."""
+"""The schedule that FlashMLA's decoding keeps between calls. These kernels need none: it only records shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FlashMLASchedMeta:
 
     @dataclass(frozen=True)
     class Config:
-        """Shapes and modes of a call; None for what it does not have."""
+        """Shapes and modes of a call; None where not applicable."""
 
         b: int
         s_q: int

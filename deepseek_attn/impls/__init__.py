@@ -64,7 +64,7 @@ IMPL_METHODS = (
 
 
 def _impl_problems(cls: type[SparseMLAAttentionImpl]) -> list[str]:
-    """What an impl from outside the package lacks, beside abstract methods and a name."""
+    """Problems of an impl class from outside the package, other than missing methods and a missing name."""
     problems = []
     backend = getattr(cls, "backend_cls", None)
     if backend is None:
@@ -125,7 +125,7 @@ def get_impl(
     """The impl called ``name``, or for ``"auto"`` the first that runs on ``device`` (for layers like ``spec``).
 
     Args:
-        name: of one of ``impls``, of a registered impl (`register_impl`), or ``module:Class``.
+        name: a name in ``impls``, the name of a registered impl (`register_impl`), or ``module:Class``.
 
     Raises:
         ValueError: an unknown name, or an impl that cannot run here (with its reason).

@@ -22,7 +22,7 @@ from deepseek_attn.utils.workspace import Workspace
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Shapes, cache record and dtype of a model's attention layers, by which an impl says whether it supports them.
+    """Shapes, cache record and dtype of a model's attention layers: the facts that `supported` judges.
 
     Attributes:
         num_heads, head_dim: of the queries; rope_dim: rotated channels at the end of each head.
@@ -66,7 +66,7 @@ class AttentionSpec:
 
 
 class AttentionLayer(Protocol):
-    """Attributes of a layer that impls read. Those that each call sets come last; the others are set once.
+    """Attributes of a layer that impls read. Attributes that each call sets come last; all others are set once.
 
     DeepSeek-V4's layers have a window and, with a compress ratio, compressed entries. DeepSeek-V3.2's have one entry
     per token (``compress_ratio`` 1), no window and no sinks.
@@ -110,7 +110,7 @@ class AttentionLayer(Protocol):
 
 
 class SparseMLABackend(ABC):
-    """Declares what a backend's impls support, whatever their kernels: asked before any of them is chosen.
+    """Declares the support common to all impls of a backend; checked before an impl is chosen.
 
     Attributes:
         supported_dtypes: of queries; supported_kv_records: records of entries.
@@ -165,11 +165,11 @@ class SparseMLAAttentionImpl(ABC):
     """Abstract impl of sparse attention. Impls hold no state: all of it is on the layer they are given.
 
     Attributes:
-        name: the name users choose it by.
-        backend_cls: the backend it belongs to, which declares what all its impls support.
+        name: the name that users choose it by.
+        backend_cls: the backend that it belongs to, which declares the support of all its impls.
         PREFILL_CHUNK_SIZE: prefill requests of full length that the workspace holds by default.
-        batch_dependence: why a query's result depends on the rest of the batch; empty if it does not where ops are
-            batch invariant (`kernels.common.invariance`) and every query reads pages.
+        batch_dependence: why a query's result depends on other requests of the batch. Empty if it does not, given
+            batch-invariant ops (`kernels.common.invariance`) and queries that all read pages.
         needs_masked_tails: the impl finds the end of a row of indices by -1. Other impls read the row's length, and
             tests fill the columns behind it with slots that hold NaN.
         reads_own_records: the impl reads records from outside the package (`cache.record.register_record`), whatever
@@ -187,7 +187,7 @@ class SparseMLAAttentionImpl(ABC):
 
     @classmethod
     def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
-        """Whether the impl can run on ``device``, for layers like ``spec`` if one is given, and the reason."""
+        """(whether the impl can run on ``device``, and with ``spec`` for such layers; the reason if not)."""
         known = spec
         if spec is not None and cls.reads_own_records and spec.kv_record not in RECORD_KINDS:
             known = replace(spec, kv_record="plain")

@@ -40,8 +40,10 @@ class Flavour:
     """The installed package ``flash_mla``.
 
     Attributes:
-        name: ``sgl-flash-mla``, ``upstream`` or ``vllm``; version: as the package says.
-        use_legacy: kernels are called with ``use_legacy=True``; supports_out: they write into ``out=``.
+        name: ``sgl-flash-mla``, ``upstream`` or ``vllm``.
+        version: the package's version.
+        use_legacy: kernels are called with ``use_legacy=True``.
+        supports_out: kernels write into ``out=``.
         problem: why it cannot serve V3.2 and V4 caches; empty if it can.
     """
 
@@ -111,7 +113,7 @@ def flavour() -> Flavour:
 
 
 def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> tuple[bool, str]:
-    """Whether the kernels run on ``device``, for heads like those of ``spec`` if one is given, and the reason."""
+    """(whether the kernels run on ``device``, and with ``spec`` for such heads; the reason if not)."""
     device = torch.device(device)
     if device.type != "meta" and (device.type != "cuda" or not torch.cuda.is_available()):
         return False, f"FlashMLA needs an NVIDIA GPU; the device is {device}"

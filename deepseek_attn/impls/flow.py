@@ -41,7 +41,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
             q, output: ``[T, padded_heads, head_dim]`` with ``T`` at least 1.
 
         Returns:
-            ``output``, or if that is None a tensor like it.
+            ``output``; if it is None, a new tensor of the same shape and dtype.
         """
 
     @classmethod
@@ -85,7 +85,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
         step, shape = layer.step, (*q.shape[:2], layer.value_dim)
         if output is not None and (output.shape != shape or output.dtype != q.dtype):
             raise ValueError(f"output must be {shape} {q.dtype}: got {tuple(output.shape)} {output.dtype}")
-        if step is None:  # warm-up: reserve the largest workspace that any step of this layer can need
+        if step is None:  # warm-up: reserves the largest workspace of any step of this layer
             layer.workspace.get(((layer.prefill_workspace_rows, layer.head_dim), q.dtype))
             return q.new_zeros(shape) if output is None else output.zero_()
         decodes = step.num_decode_tokens
@@ -110,7 +110,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
 
     @classmethod
     def _forward_prefill(cls, layer: AttentionLayer, step: StepMetadata, q: Tensor, output: Tensor | None) -> Tensor:
-        """Prefill in chunks of as many requests as share the workspace."""
+        """Prefill in chunks of requests; the requests of a chunk share the workspace."""
         seq_lens, gather_lens = step.prefill_seq_lens_cpu, step.prefill_gather_lens_cpu
         if not layer.window_size:
             gather_lens = torch.zeros_like(gather_lens)

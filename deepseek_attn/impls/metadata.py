@@ -47,7 +47,7 @@ class FlashMLASparseMetadata:
         c128a_global_decode_topk_indices: int32 ``[Dt, 1, K']`` slots of every visible entry (layers without indexer).
         c128a_decode_topk_lens: int32 ``[Dt]``.
         c128a_prefill_topk_indices: int32 ``[Rt, K']`` entries 0..n-1, local to the request; None in a decode step. All
-            three are None where every layer has an indexer.
+            three are None if every layer has an indexer.
     """
 
     ratio: int
@@ -64,7 +64,7 @@ Result = TypeVar("Result")
 
 
 class Once(dict[Key, Result]):
-    """Results by what they depend on, each computed by the first layer of the step that needs it."""
+    """Results that layers of a step share, by key; the first layer that needs a result computes it."""
 
     def once(self, key: Key, compute: Callable[[], Result]) -> Result:
         """The result for ``key``."""
@@ -85,7 +85,7 @@ class LayerResults:
             ``(4, True)`` C4A, ``(128, False)`` C128A, ``(1, True)`` V3.2.
         computed: V4.1: numbers of the layers that have computed the step.
         selected_by: V4.1: the layer that filled the buffer of selected entries last.
-        decode_topk_slots: V4.1: int32 ``[Dt, index_topk]``, cache slots of what its decode tokens selected.
+        decode_topk_slots: V4.1: int32 ``[Dt, index_topk]``, cache slots of its decode tokens' selected entries.
         candidate_blocks: V4.1: int32 ``[T, n]`` blocks of entries to which later selections are limited; None: they
             are not.
     """
@@ -116,9 +116,9 @@ class StepMetadata:
         block_tables: int32 ``[B, pages]`` by group of pages.
         swa: the window; None for a model without one.
         sparse: pages of entries, by ratio; compressor: batch of the compressors, by (ratio, overlap).
-        engram: rows that Engram layers look up, by layer; empty for models without any.
-        batch: what layers compare a call with; None in steps of a runner itself, which cannot mix them up.
-        observer: called by each layer once it has attended; None, as a rule: nobody watches.
+        engram: rows that Engram layers look up, by layer; empty for models without Engram.
+        batch: the batch that layers check a call against; None in a runner's own steps, which need no check.
+        observer: called by each layer after its attention; usually None.
         results: filled by the layers; everything else is given.
     """
 

@@ -16,7 +16,7 @@ from deepseek_attn.kernels.attention import PagedKeys, reference
 
 
 class ReferenceKernels(SplitAttentionImpl):
-    """Attention in float32 torch, which the other kernels are tested against."""
+    """Attention in float32 torch: the reference for all kernels."""
 
     name = "reference"
     batch_dependence = ""

@@ -16,8 +16,10 @@ class StepBatch:
 
     Attributes:
         pools: caches that the layers must be bound to.
-        caches, new_tokens: the sequences, and how many tokens the step computes of each, padding left out.
-        x_shape, x_dtype: of the hidden states; positions: those of the metadata.
+        caches: caches of the sequences.
+        new_tokens: number of new tokens of each sequence, without padding.
+        x_shape, x_dtype: shape and dtype of the hidden states.
+        positions: the metadata's positions.
         starts, versions: `SequenceCache.num_tokens` and ``version`` of each sequence.
         computed_by: names of the layers that have computed the step.
     """
@@ -42,8 +44,8 @@ class StepBatch:
         """Called by each layer before it computes the step; from then on the step waits for its commit.
 
         Raises:
-            ValueError: hidden states, positions or caches that are not those of the step.
-            RuntimeError: sequences that have changed since, or a layer that has computed the step already.
+            ValueError: hidden states, positions or caches of another step.
+            RuntimeError: the sequences have changed since, or the layer has computed the step already.
         """
         if pools is not self.pools:
             raise ValueError(f"the step's metadata is another runner's than {layer}: call step_metadata of its runner")
@@ -68,7 +70,7 @@ class StepBatch:
 
 
 def check_hidden_states(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """ValueError if ``x [..., tokens, hidden_size]`` is no dense tensor of this kind, or would need gradients."""
+    """Raises ValueError unless ``x [..., tokens, hidden_size]`` is such a dense tensor without gradients."""
     names = "[tokens, hidden_size]" if len(shape) == 2 else "[layers, tokens, hidden_size]"
     expected = f"{names} = {list(shape)} in {dtype} on {device}"
     if not isinstance(x, torch.Tensor) or x.is_nested:

@@ -1,1 +1,1 @@
-"""What other engines load to compute attention by this library: entry points that replace their FlashMLA functions."""
+"""Entry points for other engines: they replace an engine's FlashMLA functions by this library's."""

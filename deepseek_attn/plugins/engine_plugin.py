@@ -1,4 +1,4 @@
-"""What the plugins of all engines check before they replace anything."""
+"""Checks that the plugins of all engines make before they replace functions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ FUNCTIONS = ("get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd
 
 @dataclass(frozen=True)
 class EnginePlugin:
-    """An engine whose FlashMLA functions are replaced if an environment variable says so.
+    """An engine whose FlashMLA functions are replaced if an environment variable is set.
 
     Attributes:
-        engine, package: its name, and that of its package, which is also the import name.
-        variable: the environment variable; 1 asks for the plugin.
-        series: versions that it was made for, by their first numbers: ``("0.32", "0.33")``.
+        engine: name of the engine.
+        package: name of its package, which is also the import name.
+        variable: the environment variable; 1 enables the plugin.
+        series: supported versions by their first numbers: ``("0.32", "0.33")``.
     """
 
     engine: str
@@ -31,7 +32,7 @@ class EnginePlugin:
     series: tuple[str, ...]
 
     def asked_for(self) -> bool:
-        """Whether the environment asks for the plugin.
+        """Whether the environment variable enables the plugin.
 
         Raises:
             RuntimeError: the variable is neither 1 nor 0.
@@ -42,7 +43,7 @@ class EnginePlugin:
         return value == "1"
 
     def error(self, reason: str) -> RuntimeError:
-        """Why the plugin cannot do what the environment asks for."""
+        """The reason why the enabled plugin cannot run."""
         return RuntimeError(
             f"{self.variable}=1 asks for deepseek_attn's attention, but {reason}. "
             f"Unset {self.variable} to run {self.engine} with its own"
@@ -67,7 +68,7 @@ class EnginePlugin:
         """An attribute of one of the engine's modules.
 
         Raises:
-            RuntimeError: the module cannot be imported, or has none of this name.
+            RuntimeError: the module cannot be imported, or lacks the attribute.
         """
         try:
             return getattr(importlib.import_module(module), name)
@@ -98,7 +99,7 @@ class EnginePlugin:
             raise self.error(f"{self.engine}'s {name}({', '.join(theirs)}) is not the one that it replaces")
 
     def announce(self, version: str) -> None:
-        """Says in the engine's own log that its functions are replaced."""
+        """Writes to the engine's own log that its functions are replaced."""
         logger = logging.getLogger(f"{self.package}.deepseek_attn")
         logger.warning(
             "%s %s: %s are deepseek_attn's (%s=1)", self.engine, version, ", ".join(FUNCTIONS), self.variable

@@ -14,8 +14,8 @@ def register() -> None:
     """Replaces SGLang's FlashMLA functions if ``DEEPSEEK_ATTN_SGLANG`` is 1; SGLang calls it in each of its processes.
 
     Raises:
-        SystemExit: it is 1 and this SGLang is not one that the plugin was made for. SGLang only logs other exceptions
-            of a plugin, and goes on without it.
+        SystemExit: the variable is 1 and the plugin does not support this version of SGLang. SGLang only logs other
+            exceptions of a plugin and continues without it.
     """
     try:
         if PLUGIN.asked_for():

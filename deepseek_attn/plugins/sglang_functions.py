@@ -1,4 +1,4 @@
-"""SGLang's FlashMLA functions over those of `flash_mla_api`, where its conventions are its own."""
+"""SGLang's FlashMLA functions over `flash_mla_api`, for the functions with conventions of SGLang's own."""
 
 from __future__ import annotations
 

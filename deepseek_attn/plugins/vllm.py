@@ -15,8 +15,8 @@ def register() -> None:
     """Replaces vLLM's FlashMLA functions if ``DEEPSEEK_ATTN_VLLM`` is 1; vLLM calls it in each of its processes.
 
     Raises:
-        RuntimeError: it is 1 and this vLLM is not one that the plugin was made for, or is asked for results that do
-            not depend on the batch. vLLM does not start then.
+        RuntimeError: the variable is 1, and the plugin does not support this version of vLLM, or vLLM runs in its
+            batch-invariant mode. vLLM does not start then.
     """
     if not PLUGIN.asked_for():
         return
@@ -29,7 +29,7 @@ def register() -> None:
     theirs = {name: PLUGIN.find(HOME, name) for name in FUNCTIONS}
     for name in FUNCTIONS:
         PLUGIN.check_signature(HOME, name, ours[name])
-    for module in list(sys.modules.values()):  # HOME, and those that have imported from it
+    for module in list(sys.modules.values()):  # HOME, and modules that have imported from it
         for name in FUNCTIONS:
             if getattr(module, "__dict__", {}).get(name) is theirs[name]:
                 setattr(module, name, ours[name])

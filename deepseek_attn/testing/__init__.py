@@ -7,7 +7,7 @@
     layer.check(request)  # every query against float64, without any cache
 
 `fixtures` has the same for pytest, `transformers_layer` the layers of transformers. ``python -m deepseek_attn.testing``
-compares one with the other on this machine.
+compares them on this machine.
 """
 
 from deepseek_attn.testing.errors import relative_error, tolerance

@@ -1,4 +1,4 @@
-"""Compares attention layers with those of transformers: the example of README."""
+"""Compares attention layers with transformers': the example of README."""
 
 import torch
 

@@ -11,8 +11,8 @@ from deepseek_attn.config.numerics import Numerics
 BY_DTYPE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 QUANTIZED_CACHE = 5e-2  # values rounded to e4m3
 QUANTIZED_INPUTS = 2.5e-1  # and the inputs of each linear as well, 2.7e-2 each: the worst of thousands of rows 2e-1
-HEAD_TO_ROW = 2.0  # a head's error by a row's: a row averages over heads
-QUANTIZED_INDEX = {"fp8": 2e-1, "fp4": 5e-1}  # what an index score may lose by the record of index keys
+HEAD_TO_ROW = 2.0  # ratio of a head's error to a row's: a row averages over heads
+QUANTIZED_INDEX = {"fp8": 2e-1, "fp4": 5e-1}  # allowed error of an index score by the format of index keys
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

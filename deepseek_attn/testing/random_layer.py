@@ -24,7 +24,7 @@ NAN_BYTE = 0xFF  # NaN as float32, float16, bfloat16 and e4m3 alike
 
 
 def poison_caches(runner: ModelRunner) -> None:
-    """Fills every cache with NaN: what no step has written must not matter."""
+    """Fills every cache with NaN, so that reading an unwritten entry shows."""
     for pool in runner.pools:
         pool.tensor.view(torch.uint8).fill_(NAN_BYTE)
 
@@ -40,7 +40,7 @@ def poison_scratch(runner: ModelRunner) -> None:
 
 @dataclass
 class LayerRequest:
-    """Hidden states of one sequence, and what the layer has made of its first tokens.
+    """Hidden states of one sequence, and the layer's results for its first tokens.
 
     Attributes:
         x: ``[length, hidden_size]``; sequence: the pages of the tokens computed so far.
@@ -109,7 +109,7 @@ class RandomLayer:
         return LayerRequest(self.hidden_states(length), self.session.sequence(), self.requests - 1)
 
     def fork(self, request: LayerRequest) -> LayerRequest:
-        """A second sequence with the same hidden states, of which as much is computed."""
+        """A second sequence with the same hidden states and the same computed tokens."""
         self.requests += 1
         copy = LayerRequest(request.x.clone(), request.sequence.fork(), self.requests - 1)
         for name in ("outputs", "selected", "attended", "places", "rotated_back"):
@@ -168,8 +168,8 @@ class RandomLayer:
     def check(self, request: LayerRequest) -> None:
         """AssertionError where results, or the entries that were selected for them, are not the reference's.
 
-        The message says where: the request, the first wrong position and the step that computed it, the head and its
-        channels, how many rows and heads are wrong, and the keys that the query reads.
+        The message names the request, the first wrong position and the step that computed it, the head and its
+        channels, the number of wrong rows and heads, and the keys that the query reads.
         """
         y = torch.cat(request.outputs)
         x, selected = request.x[: len(y)], torch.cat(request.selected).cpu() if request.selected else None

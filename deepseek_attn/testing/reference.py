@@ -1,4 +1,4 @@
-"""One attention layer by brute force, in float64 and without caches: for each query the list of what it may see.
+"""One attention layer by brute force, in float64 and without caches: a list of visible keys for each query.
 
 Written from the model's definition. From the library it takes the config's values and the stored weights, nothing else.
 """
@@ -18,7 +18,7 @@ from deepseek_attn.checkpoint.names_v32 import canonical_name_v32
 from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 
-LATENT_NORM_EPS = 1e-6  # of DeepSeek-V3's latents, whatever the config says
+LATENT_NORM_EPS = 1e-6  # for DeepSeek-V3's latents the config's value is ignored
 
 
 class LayerReference(ABC):
@@ -45,7 +45,7 @@ class LayerReference(ABC):
 
     @abstractmethod
     def head_values(self, attended: Tensor) -> Tensor:
-        """The result of `attend`, from what an impl returns: that itself, or latents whose values are projected."""
+        """The result of `attend` for an impl's output: the output itself, or the projected values of its latents."""
 
     @abstractmethod
     def keys_of(self, t: int, selected: Sequence[int] | None) -> str:
@@ -85,8 +85,8 @@ class LayerReference(ABC):
     def selection_errors(self, x: Tensor, selected: Tensor) -> list[float]:
         """Distance of the worst selected score to the worst that should be selected, relative to the largest score.
 
-        One per query; infinite unless its row of ``selected`` holds distinct visible entries, all of them or as many as
-        the row has columns.
+        One per query; infinite unless its row of ``selected`` holds distinct visible entries: all of them, or one per
+        column of the row.
         """
         errors, scores = [], self.index_scores(x.detach().cpu().double())
         for t, row in enumerate(selected.tolist()):
@@ -295,7 +295,7 @@ def layer_reference(config: AnyConfig, source: CheckpointSource, layer: int) -> 
     """The reference of a backbone layer, from any checkpoint of the model.
 
     Raises:
-        ValueError: no such layer, a tensor that the checkpoint lacks, or a model whose layers read what others compute.
+        ValueError: no such layer, a missing tensor, or a model whose layers read other layers' results.
     """
     if not 0 <= layer < config.num_hidden_layers:
         raise ValueError(f"layer {layer} does not exist: the model has layers 0 to {config.num_hidden_layers - 1}")

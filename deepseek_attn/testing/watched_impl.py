@@ -77,7 +77,7 @@ class WatchedImpl:
 
 
 def poison_page_indices(layer: AttentionLayer) -> None:
-    """Names a slot of NaN in every column past the lengths of what decode queries of the running step read."""
+    """Writes a slot of NaN to every column of the step's decode index tensors past the valid length."""
     step = layer.step
     if not step.num_decode_tokens:
         return

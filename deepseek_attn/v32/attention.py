@@ -184,8 +184,9 @@ class DeepseekV32MLAAttention(CheckpointModule):
         """Attention of new tokens over all cached tokens of their requests, the new ones included.
 
         Args:
-            x: ``[T, hidden_size]``, normed hidden states of all requests, one after the other.
-            positions: int64 ``[T]``; step: metadata of the batch.
+            x: ``[T, hidden_size]``, normed hidden states of all requests, concatenated.
+            positions: int64 ``[T]``.
+            step: metadata of the batch.
 
         Returns:
             ``[T, hidden_size]`` in the dtype of ``x``.

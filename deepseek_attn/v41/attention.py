@@ -39,8 +39,9 @@ class V41Projections(NamedTuple):
 class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
     """V4's layer without the norm of query heads, over a window and the entries of layer ``spec.kv_source``.
 
-    By its role a layer makes entries, index keys and a selection (full), only a selection (reindex), or reads those of
-    ``spec.index_source`` (reuse). The layers of a step have to run in order; one that finds another's missing refuses.
+    The role of a layer decides: ``full`` makes entries, index keys and a selection, ``reindex`` only a selection,
+    ``reuse`` reads the selection of ``spec.index_source``. The layers of a step must run in order: a layer raises if
+    the results that it reads are missing.
 
     Attributes:
         compressor: None unless the layer owns entries; indexer: None for reuse layers.

@@ -51,7 +51,7 @@ class LatentCompressor(CompressorBase):
         return compress_latents(self.part(*projected), step.compressor[self.spec.ratio, self.spec.overlap])
 
     def store(self, rows: Tensor, pool: Pool, step: StepMetadata) -> None:
-        """Rotates ``rows [T, d]`` at the first token of their windows and stores those of completed ones."""
+        """Rotates ``rows [T, d]`` by the first position of their windows and stores the rows of completed windows."""
         spec = self.spec
         cache = CacheRows(pool.record, pool.tensor, pool.entries, step.sparse[spec.ratio].slot_mapping)
         starts = step.positions if spec.ratio == 1 else step.compressor[spec.ratio, spec.overlap].window_starts

@@ -39,7 +39,7 @@ class SharedKeyIndexer(LightningIndexer):
         return self.k_norm(self.wk(latents))
 
     def candidates(self, step: StepMetadata, tokens: slice) -> CandidateBlocks | None:
-        """Blocks of entries to keep or to select from; None where all entries fit in as many blocks as are kept."""
+        """Blocks of entries to keep or to select from; None if all entries fit in the blocks that are kept."""
         source = self.spec.candidate_source
         if source is None or self.table_entries(step) <= self.num_blocks * self.block_size:
             return None

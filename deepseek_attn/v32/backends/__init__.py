@@ -1,7 +1,7 @@
 """DeepSeek-V3.2's sparse MLA backends: FlashMLA sparse and FlashInfer sparse, and the impls that serve them.
 
 A V3.2 layer is driven as a V4 layer is (`impls`): its step metadata is a `StepMetadata` without a window and with one
-entry per token, ``step.sparse[1]``; its impls are those of the shared flow. A cache holds ``kv_lora_rank`` latent and
+entry per token, ``step.sparse[1]``; its impls follow the shared flow. A cache holds ``kv_lora_rank`` latent and
 ``qk_rope_head_dim`` rotated values per token, as plain rows or as 656-byte FP8 records (``fp8_v32``).
 """
 

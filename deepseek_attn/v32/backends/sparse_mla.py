@@ -15,7 +15,7 @@ from deepseek_attn.impls.metadata import StepMetadata
 
 
 class LatentAttentionLayer(AttentionLayer, Protocol):
-    """Attributes of a layer that `SparseMLAImpl.forward` reads, beside those of `AttentionLayer`."""
+    """Attributes of a layer that `SparseMLAImpl.forward` reads, in addition to `AttentionLayer`'s."""
 
     def absorb(self, q: Tensor, positions: Tensor) -> Tensor:
         """Rotated and absorbed queries of projected ones."""
@@ -42,7 +42,7 @@ class SparseMLAImpl(SplitAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Caches the keys of new tokens and attends: what is between the projections of a layer driven from outside.
+        """Caches the keys of new tokens and attends: the part between the projections of a layer driven from outside.
 
         `DeepseekV32MLAAttention` itself writes all its caches in one launch, then calls `forward_mqa`.
 
