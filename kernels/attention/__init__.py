@@ -128,8 +128,8 @@ def attend_raw_q(
         tokens. On a GPU, tokens at positions outside the table of ``raw_q`` are not rotated.
 
     Raises:
-        ValueError: as in `sparse_attention_paged`; heads that groups do not divide, or channels that are no multiple of
-            128; on a GPU, also records other than ``fp8_v4``.
+        ValueError: as in `sparse_attention_paged`; heads that groups do not divide, or channels that are not a multiple
+            of 128; on a GPU, also records other than ``fp8_v4``.
 
     Notes:
         On a GPU the sum of squares of a head is added up in another order than by `query_norm_rope`, so that a query

@@ -127,7 +127,7 @@ def _checked_pools(q: Tensor, keys: Sequence[PagedKeys], sink: Tensor | None) ->
 
 
 def _with_entries(keys: list[AttendedKeys]) -> list[AttendedKeys]:
-    """Those with columns of indices and entries to read."""
+    """The sources that have columns of indices and entries to read."""
     return [pool_keys for pool_keys in keys if pool_keys.indices.shape[1] and pool_keys.limit]
 
 

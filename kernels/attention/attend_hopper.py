@@ -168,8 +168,8 @@ def _store_quantized(value, work, tiles, raw_q, SHAPE: gl.constexpr):
     t = work.t
     first_head = work.first_head
     H = work.H
-    # a thread has channels of two of the four groups; their halves are tensors, which warps of one half of the output
-    # and of the other share: [head, half of the warps, 64 channels]
+    # a thread holds channels of two of the four groups. Each half of the output is a tensor of its own, shared by the
+    # warps of both halves: [head, half of the warps, 64 channels]
     value = value.to(SHAPE.DTYPE).to(gl.float32)
     value = value.reshape([64, 2, 2, 2, 64]).permute((0, 2, 4, 3, 1))
     lower, upper = gl.split(value)
@@ -196,7 +196,7 @@ def _store_quantized(value, work, tiles, raw_q, SHAPE: gl.constexpr):
     lower = _quantized(lower0, lower1, scale_ptr, inside, SHAPE)
     upper = _quantized(upper0, upper1, scale_ptr + 2 * raw_q.fp8_scale_stride, inside, SHAPE)
     codes = gl.join(lower, upper).permute((0, 4, 1, 3, 2)).reshape([64, 512])
-    # the queries are no longer read: their memory stages the output, so that whole lines are written
+    # the queries are no longer needed: their memory stages the output, so that whole lines are written
     staged = reinterpret(tiles.queries, gl.float8e4nv, [64, 512], gl.NVMMASharedLayout(128, 8, 2))
     staged.store(codes)
     barrier()  # all warps have staged their channels

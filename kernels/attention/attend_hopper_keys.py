@@ -51,7 +51,8 @@ class KeyCounts(NamedTuple):
 def key_counts(t, lists, POOLS: gl.constexpr):
     """`KeyCounts` of query ``t``.
 
-    Of two pools the first has as many tiles as its rows are wide, so that where tiles lie does not depend on lengths.
+    With two pools, the number of the first pool's tiles follows from the width of its rows: tile positions do not
+    depend on lengths.
     """
     len0 = lists.width0
     if lists.lens0 is not None:
@@ -85,7 +86,7 @@ def _load_slots(tile, lists, tiles0, POOLS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _valid(slot, tile, lists, counts, POOLS: gl.constexpr, layout: gl.constexpr):
-    """Slots of the keys of a tile, -1 where there is none."""
+    """Slots of the keys of a tile, -1 for missing keys."""
     column = tile * 64 + gl.arange(0, 64, layout=layout)
     count = counts.len0
     limit = lists.limit0
@@ -132,7 +133,7 @@ def _fetch(slot, tile, tiles0, pools, SHAPE: gl.constexpr, POOLS: gl.constexpr, 
     pieces = ()
     for i in gl.static_range(NOPE // 64):
         pieces += (gl.load(row[:, None] + (16 * i + word)[None, :], mask=valid[:, None], other=0),)
-    # the unquantised channels, in the layout in which `interleave` leaves the others
+    # the unquantised channels, in the layout that `interleave` gives the quantised channels
     rope = gl.convert_layout(row + NOPE // 4, gl.SliceLayout(1, PAIRS))
     valid = gl.convert_layout(valid, gl.SliceLayout(1, PAIRS))
     pair = gl.arange(0, 32, layout=gl.SliceLayout(0, PAIRS))
@@ -210,7 +211,7 @@ def side_by_side(values, START: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def decode(work, lists, pools, tiles, SHAPE: gl.constexpr, POOLS: gl.constexpr):
-    """Decodes the keys of tile after tile; ``bias`` is -inf where there is no key.
+    """Decodes the keys tile by tile; ``bias`` is -inf for missing keys.
 
     Three tiles are on their way: slots of the one after the next, bytes of the next, values of this one.
     """

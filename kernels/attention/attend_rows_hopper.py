@@ -84,7 +84,7 @@ def _job(job, work):
 
 @gluon.jit
 def _copy(work, rows, limit, tiles, DIM: gl.constexpr):
-    """Copies rows of keys, tile after tile; ``bias`` is -inf where there is no key."""
+    """Copies rows of keys tile by tile; ``bias`` is -inf for missing keys."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, COPY))
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
@@ -102,7 +102,7 @@ def _copy(work, rows, limit, tiles, DIM: gl.constexpr):
             mbarrier.wait(tiles.empty.index(stage), ((iteration >> 1) & 1) ^ 1)
             copy_to_shared(
                 tiles.keys.index(stage), row[:, None] + channel[None, :], mask=valid[:, None]
-            )  # zeros where there is no key
+            )  # zeros for missing keys
             async_copy.mbarrier_arrive(tiles.full.index(stage), increment_count=False)  # when its copies have arrived
             following = start + BLOCK + column
             slot = gl.load(index_row + following, mask=following < count, other=-1)
@@ -124,7 +124,7 @@ def _weigh(work, q, outputs, tiles, softmax, DIM: gl.constexpr):
     job_count = gl.to_tensor(0)
     for job in range(gl.program_id(0), work.jobs, gl.num_programs(0)):
         t, first_head, count = _job(job, work)
-        # these warps alone read the queries, and have read those of the job before
+        # only these warps read the queries; they have finished reading the previous job's queries
         q_row = q.q + t * q.stride_t + (first_head + row) * q.stride_h
         copy_to_shared(tiles.queries, q_row[:, None] + channel[None, :], mask=(first_head + row < work.H)[:, None])
         async_copy.commit_group()
@@ -173,7 +173,7 @@ def _accumulate(work, outputs, tiles, softmax, DIM: gl.constexpr):
             iteration += 1
         mbarrier.wait(tiles.final, job_count & 1)  # normalisers are in shared memory
         factor = softmax.factors.load(ROWS)
-        barrier()  # all warps have read them: those of the next job may be written
+        barrier()  # all warps have read the queries: the next job's queries may be written
         mbarrier.arrive(tiles.read)
         row_out = outputs.out + t * outputs.stride_t + (first_head + row) * outputs.stride_h
         value = (acc * factor[:, None]).to(outputs.out.dtype.element_ty)

@@ -195,7 +195,7 @@ def _load_piece(
         value = tl.reshape(value, (row.shape[0], WIDTH // GROUP, GROUP)) * scale[:, :, None]
         value = tl.reshape(value, (row.shape[0], WIDTH))
     elif FP8 and GROUP == 128:
-        # a scale that is no power of two: the product is rounded to bfloat16, as FlashMLA rounds it
+        # the scale is not a power of two: the product is rounded to bfloat16, as in FlashMLA
         at = (row + LIMIT).to(tl.pointer_type(tl.float32)) + START // 128
         scale = tl.load(at, mask=valid, other=0)
         value = (decode_e4m3(value, NATIVE_FP8, tl.float16).to(tl.float32) * scale[:, None]).to(tl.bfloat16)
@@ -361,7 +361,7 @@ def attend_kernel(
             scales = start + scale_start + entry * (DIM // GROUP)
         of_first, of_second = valid, valid
         if TWO_RECORDS:
-            # a key is read as both records' would be, with the other one's loads masked, and the right one is kept
+            # each key is loaded in both formats, with the loads of the wrong format masked; the right values are kept
             row = tl.where(in_first, row, start + entry * ROW1)
             scales = tl.where(in_first, scales, start + scale_start + entry * (DIM // GROUP1))
             tile_of_key = tl.zeros_like(slot) + tile
@@ -390,7 +390,7 @@ def attend_kernel(
         weights = tl.exp2(logits - shift[:, None])
         total = total * decay + tl.sum(weights, 1)
         weights = weights.to(DTYPE)
-        # rescale what earlier tiles have summed, and add this tile's values
+        # rescale the sum of the earlier tiles, and add this tile's values
         new_acc = ()
         for i in tl.static_range(V_PIECES):
             new_acc += (tl.dot(weights, keys[i], acc[i] * decay[:, None], input_precision=PRECISION),)

@@ -1,9 +1,9 @@
 """Gluon device code of `sparse_attention_paged` for Hopper: 64 heads over ``fp8_v32`` pages, warp-specialised.
 
-The division of labour is that of `attend_hopper`: four warps decode tiles of 64 keys into shared memory, four compute
-logits and weights, eight hold the output ``[64, NOPE]`` in registers and multiply weights with keys. Two decoded tiles
-are in flight. What differs: the values are the quantised channels alone, so that rotary keys and queries have memory of
-their own; keys are bfloat16; and 576 channels leave room for the weights of one tile only.
+Warps are specialised as in `attend_hopper`: four warps decode tiles of 64 keys into shared memory, four compute logits
+and weights, eight hold the output ``[64, NOPE]`` in registers and multiply weights with keys. Two decoded tiles are in
+flight. Differences: the values are the quantised channels alone, so rotary keys and queries have separate memory; keys
+are bfloat16; and 576 channels leave room for the weights of one tile only.
 
 Barriers, for each of the two stages: ``full`` (keys are in shared memory), ``empty`` (both products have read them);
 for each tile: ``ready`` (weights are in shared memory), ``spent`` (they were read). ``queried``: queries are in shared
@@ -92,7 +92,7 @@ def _count(t, keys):
 
 @gluon.jit
 def _slots(tile, count, keys, layout: gl.constexpr):
-    """Slots of the keys of a tile, -1 where there is none."""
+    """Slots of the keys of a tile, -1 for missing keys."""
     column = tile * 64 + gl.arange(0, 64, layout=layout)
     slot = gl.load(keys.indices + column, mask=column < count, other=-1)
     return gl.where((slot >= 0) & (slot < keys.limit), slot.to(gl.int32), -1)
@@ -100,7 +100,7 @@ def _slots(tile, count, keys, layout: gl.constexpr):
 
 @gluon.jit
 def _row(slot, keys, NOPE: gl.constexpr, N: gl.constexpr):
-    """Pointers to the entries of slots, of any entry where there is none."""
+    """Pointers to the entries of slots; a missing slot gets the pointer of some entry, whose load is masked."""
     entry = gl.maximum(slot, 0)
     return keys.pool + (entry // N).to(gl.int64) * keys.page_stride + entry % N * (NOPE + NOPE // 32 + 2 * ROPE)
 
@@ -152,10 +152,10 @@ def _scaled(piece, scale):
 
 @gluon.jit
 def _decode(work, keys, tiles, SHAPE: gl.constexpr):
-    """Decodes the keys of tile after tile into pairs of bfloat16; ``bias`` is -inf where there is no key.
+    """Decodes the keys tile by tile into pairs of bfloat16; ``bias`` is -inf for missing keys.
 
-    As soon as a piece is in shared memory, that of the next tile is loaded into its registers: it has a whole tile's
-    time to arrive.
+    As soon as a piece is in shared memory, the next tile's piece is loaded into the same registers: the load has the
+    time of a whole tile to arrive.
     """
     NOPE: gl.constexpr = SHAPE.NOPE
     N: gl.constexpr = SHAPE.N0

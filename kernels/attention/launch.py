@@ -152,7 +152,7 @@ def _pool(keys: AttendedKeys) -> AttendPool:
 def pieces(nope: int, dim: int, piece: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Starts and widths of the pieces that cover channels ``[0, nope)`` and ``[nope, dim)``.
 
-    Widths are powers of two from 16 to ``piece``; the last piece of either part may be wider than what is left.
+    Widths are powers of two from 16 to ``piece``; the last piece of a part may be wider than the remaining channels.
     """
     starts, widths = [], []
     for start, end in ((0, nope), (nope, dim)):

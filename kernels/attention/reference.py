@@ -157,7 +157,7 @@ def _attend(
         per_block = min(len(rows), rows_per_block(4 * (width * (d + H) + H * (d + 2 * d_v)) + 32 * width, budget))
         scratch = torch.empty(per_block * width * d, dtype=torch.float32, device=q.device)
         for start, end in row_blocks(len(rows), per_block):
-            # a slice where rows are consecutive, as those of a prompt are: indexing with a tensor copies
+            # consecutive rows, such as a prompt's, are a slice: indexing with a tensor would copy
             block = rows[start:end] if first is None else slice(first + start, first + end)
             read = _widths_of_block(sources, block, widths)
             keys = scratch[: (end - start) * sum(read) * d].view(end - start, sum(read), d)
@@ -175,7 +175,7 @@ def _attend_one(
 ) -> tuple[Tensor, Tensor]:
     """`_attend` for a single query on a CPU: only its valid keys are fetched, so nothing needs masking.
 
-    Decoding one request is bound by the number of small operations; these are half as many.
+    The number of small operations bounds the time of decoding one request; this function has half of them.
     """
     H = q.shape[1]
     keys = []
@@ -222,7 +222,7 @@ def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Itera
     if torch.equal(widths, widths[:1].expand_as(widths)):  # the few rows of a decode step, as a rule
         groups, members = widths[:1], [rows]
     else:
-        # one number for the widths of a row: `unique` of numbers takes 0.1 ms for 1024 rows, that of rows 5 ms
+        # the widths of a row as one number: `unique` takes 0.1 ms for 1024 numbers, and 5 ms for 1024 rows
         number = widths[:, 0]
         for column, most in zip(widths.unbind(1)[1:], full[1:], strict=True):
             number = number * (most + 1) + column
@@ -235,7 +235,7 @@ def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Itera
 
 
 def _widths_of_block(sources: list[_Source], rows: Tensor | slice, widths: list[int]) -> list[int]:
-    """Columns of each source that a block of rows is computed at: those of its longest row where they are few."""
+    """Columns of each source that a block of rows computes: the length of its longest row, if that is short."""
     lens = sources[0].lens
     if len(sources) > 1 or widths[0] > WIDTH_STEP or lens is None or lens.device.type != "cpu":
         return widths

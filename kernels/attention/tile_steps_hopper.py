@@ -24,7 +24,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 class AttendWork(NamedTuple):
-    """What a program computes: 64 heads of query ``t``, from ``first_head`` of ``H`` on, over one split of its keys."""
+    """The work of a program: 64 heads of query ``t``, from ``first_head`` of ``H`` on, over one split of its keys."""
 
     t: Any
     split: Any
@@ -34,7 +34,7 @@ class AttendWork(NamedTuple):
 
 
 class SoftmaxBuffers(NamedTuple):
-    """Shared memory between the warps that weigh and those that accumulate.
+    """Shared memory between the weighing and the accumulating warps.
 
     Attributes:
         weights: 16-bit ``[stages, 64, 64]`` weights of heads and keys.
@@ -135,7 +135,7 @@ def accumulate_tile(acc, softmax, stage, keys, key_stage):
 def store_staged(value, queries, row_out, out_stride, work, dtype: gl.constexpr):
     """Stores heads ``[64, channels]`` to rows from ``row_out`` on, ``out_stride`` apart.
 
-    The queries are no longer read: their memory stages the output, so that whole lines are written.
+    The queries are no longer needed: their memory stages the output, so that whole lines are written.
     """
     DIM: gl.constexpr = value.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])

@@ -69,7 +69,7 @@ def check_max_logits(q: Tensor, max_logits: Tensor | None) -> None:
     """Checks a buffer for the largest logit of each row of ``q [T, H, d]``.
 
     Raises:
-        ValueError: it is no contiguous float32 ``[T, H]``.
+        ValueError: the tensor is not a contiguous float32 ``[T, H]``.
     """
     if max_logits is not None and (
         max_logits.shape != q.shape[:2] or max_logits.dtype != torch.float32 or not max_logits.is_contiguous()

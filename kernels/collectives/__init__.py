@@ -1,15 +1,15 @@
 """Collectives of the ranks of one host for small messages, through memory that all of their GPUs map.
 
-One launch each, which may be part of a CUDA graph. Each rank writes its message into the memory of the others, where
-every word of 32 bits travels with a number of the exchange, and waits until all words for it have that number: one way
-over the link, and no barrier (NCCL's LL protocol does the same).
+One launch each, which may be part of a CUDA graph. Each rank writes its message into the memory of the other ranks.
+Every word of 32 bits travels with the number of the exchange, and a rank waits until all words sent to it have that
+number: one way over the link, and no barrier (NCCL's LL protocol does the same).
 
 All of them take contiguous float32, bfloat16 or float16 on a GPU of compute capability 8.0 or later, and `PeerBuffers`
 of this rank. All ranks make the same calls, each on one stream. A message to one rank has at most
 ``PeerBuffers.capacity`` words of 32 bits; they raise ValueError for others and for other dtypes.
 
-A rank that waits longer than ``PeerBuffers.timeout_ms`` leaves the number of one that is missing plus 1 in
-``PeerBuffers.missing`` and breaks off: the CUDA context is lost.
+A rank that waits longer than ``PeerBuffers.timeout_ms`` writes the number of a missing rank plus 1 to
+``PeerBuffers.missing`` and aborts: the CUDA context is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def reduce_scatter(x: Tensor, peers: PeerBuffers) -> Tensor:
 
 
 def all_gather(x: Tensor, peers: PeerBuffers) -> Tensor:
-    """``x [n, ...]`` of all ranks, one behind the other: ``[world * n, ...]``. Any dtype."""
+    """``x [n, ...]`` of all ranks, concatenated: ``[world * n, ...]``. Any dtype."""
     from deepseek_attn.kernels.collectives.launch import all_gather as op
 
     return op(x, peers)

@@ -61,9 +61,9 @@ def _exchange(
 
 
 def launch(plan: KernelPlan, x: Tensor, out: Tensor, peers: PeerBuffers, words: int, scatter: bool, dtype: Any) -> None:
-    """Sends ``words`` of ``x`` to each rank, others to each with ``scatter``; sums those that come as ``dtype``.
+    """Sends ``words`` of ``x`` to each rank, with ``scatter`` different words; sums the received words as ``dtype``.
 
-    Without a ``dtype`` the words of all ranks are stored, one rank's behind the other's.
+    Without a ``dtype`` the words of all ranks are stored, concatenated by rank.
     ``x`` and ``out`` are flat and int32.
     """
     block, warps = plan.choice.config

@@ -43,7 +43,7 @@ class ExchangeWords(NamedTuple):
     """Runtime arguments of `exchange_kernel`.
 
     Attributes:
-        x, out: int32, what this rank sends, and what it makes of the words that it gets.
+        x, out: int32, the words that this rank sends, and the result of the words that it receives.
         addresses, state: of the `PeerBuffers`. The state's upper half is the number of this exchange, the lower one
             counts the programs that have read it. The last of them advances the number.
         words: that go to each rank; timeout_ms: of the `PeerBuffers`.
@@ -77,9 +77,9 @@ class ExchangeConfig:
 def exchange_kernel(args, rank, CONFIG: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr):
     """Program ``(block,)``: exchanges a block of the words that go to each rank, seen as int32.
 
-    The words of all ranks are summed as values of ``DTYPE``; without one they are all stored, one rank's behind the
-    other's. Numbers of exchanges are odd, so that fresh memory has none of them, and differ in successive exchanges of
-    a slot.
+    The words of all ranks are summed as values of ``DTYPE``; without a ``DTYPE`` they are stored, concatenated by rank.
+    Numbers of exchanges are odd, so that fresh memory (zeros) holds no such number, and they differ in successive
+    exchanges of a slot.
     """
     WORLD: tl.constexpr = CONFIG.WORLD
     CAPACITY: tl.constexpr = CONFIG.CAPACITY

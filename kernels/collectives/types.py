@@ -1,4 +1,4 @@
-"""What ranks share to exchange messages."""
+"""Memory that ranks share to exchange messages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ WORD_BYTES = 8  # 32 bits of the message, and the number of the exchange
 
 
 class PeerBuffers(NamedTuple):
-    """Receive buffers of all ranks, as one of them sees them.
+    """Receive buffers of all ranks, as mapped by one rank.
 
     Attributes:
         rank: number of this rank; world: of ranks, a power of two.
         capacity: words of 32 bits that a message has at most.
-        addresses: int64 ``[world + 1]``, where the buffer of each rank is mapped here (`buffer_bytes`, zero at first),
-            and that of ``missing``.
+        addresses: int64 ``[world + 1]``, the address of each rank's buffer in this process (`buffer_bytes`, zero at
+            first), and the address of ``missing``.
         state: int64 ``[1]``, number of the next exchange in the upper half; see `initial_state`.
         missing: pinned int32 ``[1]`` on the host, 0.
-        timeout_ms: that a rank waits for the others in one exchange.
+        timeout_ms: time limit of a rank for one exchange.
     """
 
     rank: int

@@ -56,7 +56,7 @@ def meta_stands_for(target: GPU) -> Iterator[None]:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor is on a GPU, or stands for one that is (`meta_stands_for`)."""
+    """Whether a tensor is on a GPU, or is a "meta" tensor that stands for a GPU tensor (`meta_stands_for`)."""
     return tensor.is_cuda or (tensor.is_meta and _meta_gpu.get() is not None)
 
 

@@ -32,7 +32,8 @@ class PartialSums(NamedTuple):
     """A product as partial sums over splits of the channels.
 
     Attributes:
-        sums: float32 ``[splits, T, columns]``; inner: consecutive splits that are added before the others.
+        sums: float32 ``[splits, T, columns]``.
+        inner: number of consecutive splits that are added first.
     """
 
     sums: Tensor

@@ -53,7 +53,8 @@ class Float32ProductPlan:
         product: tiles of `float32_product_kernel`.
         presplit: a launch ahead writes the weight as three bfloat16 values (`split_float32_weight_kernel`).
         inner, groups: a program adds up ``groups`` groups of ``inner`` splits.
-        partials: partial sums; added_first: consecutive ones that `summed` adds before the others.
+        partials: number of partial sums.
+        added_first: number of consecutive partial sums that `summed` adds first.
         pdl: programs start before the previous kernel has ended.
     """
 

@@ -1,7 +1,7 @@
 """Triton device code of float32 products on bfloat16 tensor cores, and of the sum of their partial sums.
 
-A float32 weight is the sum of three bfloat16 values, exactly, and products of bfloat16 are exact in float32. A
-bfloat16 weight is one of them: a third of the work, and the same sums but for their rounding.
+A float32 weight is exactly the sum of three bfloat16 values, and products of bfloat16 are exact in float32. A bfloat16
+weight has one such term: a third of the work, and the same sums except for their rounding.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def split_float32_weight_kernel(w_ptr, terms_ptr, size, BLOCK: tl.constexpr, PDL
 def float32_product_kernel(arguments, T, CONFIG: tl.constexpr, PDL: tl.constexpr):
     """Program ``(column block, row block, partial)``: products with the weight; in column ``N``, if any, squares of x.
 
-    Sums of ``INNER`` splits make a group and sums of ``GROUPS`` groups a partial sum, one after the other.
+    ``INNER`` consecutive splits are summed to a group, ``GROUPS`` consecutive groups to a partial sum.
     """
     N: tl.constexpr = CONFIG.N
     K: tl.constexpr = CONFIG.K
@@ -119,7 +119,7 @@ def float32_product_kernel(arguments, T, CONFIG: tl.constexpr, PDL: tl.constexpr
         if x.dtype == tl.bfloat16 and arguments.weight.dtype.element_ty == tl.bfloat16 and not PRESPLIT:
             acc += tl.dot(x, tl.trans(first))
         elif x.dtype == tl.bfloat16:
-            # the smallest term first, so that its bits are not lost beside the sum of the larger ones
+            # the smallest term first, so that its bits are not lost in the sum of the larger terms
             product = tl.dot(x, tl.trans(third))
             product = tl.dot(x, tl.trans(second), product)
             acc += tl.dot(x, tl.trans(first), product)
@@ -127,7 +127,7 @@ def float32_product_kernel(arguments, T, CONFIG: tl.constexpr, PDL: tl.constexpr
             acc += tl.dot(x.to(tl.float32), tl.trans(first.to(tl.float32)), input_precision="ieee")
         if COLUMNS > N:
             squares += x.to(tl.float32) * x.to(tl.float32)
-        # end of a split: its sum joins that of its group, as `summed` adds splits that are stored apart
+        # end of a split: its sum is added to its group's, in the order in which `summed` adds stored splits
         if GROUPS * INNER > 1 and (start + BLOCK_K) % SPLIT == 0:
             group += acc
             acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)

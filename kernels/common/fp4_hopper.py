@@ -2,7 +2,7 @@
 
 The magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of e2m1 times a power of two from 2**-5 to 2**6 are exact in e4m3. The
 eight bytes of a power of two are words of four: ``LOW`` and ``HIGH`` for 1; each doubling adds ``LOW_STEP`` and
-``HIGH_STEP``, 8 to each byte but that of zero. Three bits of a value pick one of them, and the fourth is the sign.
+``HIGH_STEP``: 8 to each byte except the byte of zero. Three bits of a value select a byte, the fourth is the sign.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 LOW, LOW_STEP = gl.constexpr(0x3C383000), gl.constexpr(0x08080800)
 HIGH, HIGH_STEP = gl.constexpr(0x4C484440), gl.constexpr(0x08080808)
 
-# the first four of a word's eight values, then the others; prmt picks bytes by the low four nibbles of its last operand
+# the first four of a word's eight values, then the last four; prmt picks bytes by the low four nibbles of its last
+# operand
 _TO_FP8 = gl.constexpr("""
 {
     .reg .b32 pick, shifted, signs;

@@ -132,8 +132,9 @@ def e4m3_scales(x, MAX: tl.constexpr, NATIVE_FP8: tl.constexpr):
 def group_scales(amax, POW2: tl.constexpr, FLOOR_BITS: tl.constexpr = _FLOOR_BITS):
     """Float32 scales of groups, and the factors for `scaled`, by the rule of `kernels.common.quant.quantize_fp8`.
 
-    ``amax`` holds the bits of the largest magnitudes as int32: on these, a NaN is larger than every number. A group
-    that holds a NaN or an infinity gets the scale NaN. ``FLOOR_BITS`` are those of the smallest largest magnitude.
+    ``amax`` holds the bits of the largest magnitudes as int32: as integers, a NaN is larger than every number. A group
+    that holds a NaN or an infinity gets the scale NaN. ``FLOOR_BITS``: bits of the lower bound of the largest
+    magnitude.
     """
     bits = tl.maximum(amax, FLOOR_BITS)
     if POW2:
@@ -158,7 +159,7 @@ def scaled(x, factor, POW2: tl.constexpr):
 
 @triton.jit
 def e4m3_pairs(first, second, NATIVE_FP8: tl.constexpr):
-    """float32 values of magnitude up to 448, rounded to e4m3: bytes of ``first`` below those of ``second``, as int16.
+    """float32 values of magnitude up to 448, rounded to e4m3; int16 with ``first`` in the low byte, ``second`` above.
 
     One instruction converts both. (Put together from bytes, 16 bits at a time, ptxas 12.8 makes garbage of them.)
     """
@@ -175,7 +176,7 @@ def e4m3_pairs(first, second, NATIVE_FP8: tl.constexpr):
 def quantize_groups(x, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr):
     """Rounds float32 ``x [..., n]`` to e4m3 with one scale per row of n: values as ``DTYPE``, float32 scales ``[...]``.
 
-    ``DTYPE`` is that of a factor of a product, or uint8 for the bytes where the GPU has no FP8. See `group_scales`.
+    ``DTYPE``: the dtype of a product's factor, or uint8 for the bytes if the GPU has no FP8. See `group_scales`.
     """
     axis: tl.constexpr = len(x.shape) - 1
     scale, factor = group_scales(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis), POW2)

@@ -1,8 +1,8 @@
 """Batch invariance: ops whose results for a row do not depend on the other rows of a call (``deterministic=True``).
 
-A row's sums must then be added in one order whatever the batch. So every launch is configured for `MANY_ROWS` rows,
-products are neither split by how many programs are left nor handed to cuBLAS, and what a library computes (a norm in
-plain torch, a float32 product) goes to it in tiles of one shape.
+A row's sums must then have one order for every batch. So every launch is configured for `MANY_ROWS` rows, products are
+neither split by the number of programs nor handed to cuBLAS, and library functions (a norm in plain torch, a float32
+product) get tiles of one shape.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False
 def batch_invariant_ops(enabled: bool = True) -> Iterator[None]:
     """Ops called in this context are batch invariant, or not (``enabled``), also when a CUDA graph is captured.
 
-    Scoped to the thread or task that enters it, as `dispatch.reference_ops` is: other runners keep theirs. It concerns
-    ops in Triton and `in_row_tiles`; the references of the others round by the number of rows as ever.
+    Scoped to the thread or task that enters it, like `dispatch.reference_ops`: other runners keep their setting. It
+    applies to ops in Triton and to `in_row_tiles`; other references still round by the number of rows.
     """
     token = _batch_invariant.set(enabled)
     try:

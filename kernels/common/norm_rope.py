@@ -24,7 +24,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
     squares = x.square()
     if x.device.type != "cpu":
         return torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
-    # for one row, `mean` takes twice as long as `sum`, and an operation with a Python number as one of two tensors
+    # for one row, `mean` takes twice as long as `sum`; an operation with a Python number takes as long as with a tensor
     return torch.addcdiv(constant(eps), squares.sum(-1, keepdim=True), constant(float(x.shape[-1]))).rsqrt_()
 
 
@@ -49,7 +49,7 @@ def freqs_cis_at(cos_sin: Tensor, positions: Tensor) -> Tensor:
 
 
 class _Recent(NamedTuple):
-    """Result of `freqs_cis_at` for few positions on a CPU, which all layers of a decode step ask for."""
+    """Cached `freqs_cis_at` of few positions on a CPU: all layers of a decode step call it with the same positions."""
 
     table: weakref.ref
     positions: list[int]
@@ -103,7 +103,7 @@ def _is_in_pairs(x: Tensor) -> bool:
 def apply_rope_half_split(x: Tensor, freqs_cis: Tensor) -> Tensor:
     """Rotates the pairs ``(i, i + n)`` of the *first* ``2 n`` channels, as the indexer of DeepSeek-V3.2 does.
 
-    Arguments and result are those of `apply_rope`; the last ``d - 2 n`` channels pass through.
+    Same arguments and result as `apply_rope`; the last ``d - 2 n`` channels pass through.
     """
     tokens, pairs = freqs_cis.shape
     freqs_cis = freqs_cis.view(tokens, *(1,) * (x.dim() - 2), pairs)

@@ -46,7 +46,7 @@ class InputFormat(NamedTuple):
         fp8: quantise the input to FP8 before the product; products with plain weights ignore it.
         pow2_scales: round the scales of an FP8 input up to powers of two ("ue8m0"), as V4 does; otherwise
             ``amax / 448``.
-        group: channels of an FP8 input that share a scale; as many rows and columns of an FP8 weight share one too.
+        group: channels of an FP8 input that share a scale; also the rows and columns of an FP8 weight's block.
     """
 
     fp8: bool = False
@@ -366,8 +366,8 @@ def row_exponents(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] | None
         weight: packed FP4, uint8 ``[..., out, in / 2]``; scale: e8m0 bytes ``[..., out, in / 32]``.
 
     Returns:
-        (e8m0 bytes ``[..., out]``, scales that give the same values), or None if there are no such scales. Those of
-        groups of zeros do not matter, and may change.
+        (e8m0 bytes ``[..., out]``, scales that give the same values), or None if no such scales exist. Scales of groups
+        of zeros may change.
     """
     largest = scale.amax(-1)
     if scale.is_meta:

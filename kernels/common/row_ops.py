@@ -90,7 +90,7 @@ def rotated_rows(y, freqs_cis, D: tl.constexpr, ROPE: tl.constexpr, DTYPE: tl.co
 @triton.jit
 def rotated_back(first, second, cos, sin, DTYPE: tl.constexpr):
     """Pairs of channels rotated by the negative angle; unrotated ones have sine 0."""
-    # they are selected, not multiplied: NaN must not reach the other channel through a zero sine
+    # a select, not a product with a zero sine: a NaN must not reach the other channel of its pair
     real = tl.where(sin == 0, first * cos, first * cos + second * sin)
     imaginary = tl.where(sin == 0, second * cos, second * cos - first * sin)
     return round_to(real, DTYPE), round_to(imaginary, DTYPE)
@@ -149,7 +149,7 @@ def store_rows(y, slot, pool_ptr, page_stride, ENTRY: tl.constexpr, NATIVE_FP8: 
         row = page.to(tl.pointer_type(PLAIN)) + entry * D
         tl.store(row[:, None] + channel[None, :], round_to(y, PLAIN).to(PLAIN), mask=used & (channel < D)[None, :])
     elif RECORD == _FP8_V4 or RECORD == _FP8_V41:  # noqa: SIM109
-        # a page: entries of NOPE quantised channels and the others in bfloat16, then their scales
+        # a page: entries (NOPE quantised channels, then bfloat16 channels), then the scales of all entries
         y = round_to(y, tl.bfloat16)
         GROUP: tl.constexpr = 64 if RECORD == _FP8_V4 else 32
         WIDTH: tl.constexpr = NOPE + 2 * (D - NOPE)
@@ -220,7 +220,7 @@ class Fp8Rows(NamedTuple):
 
 
 def fp8_rows(buffers: QuantizedRows | None) -> Fp8Rows | None:
-    """Buffers as kernels take them; None if there are none."""
+    """Buffers as kernel arguments; None without buffers."""
     if buffers is None:
         return None
     values, scale = buffers.values, buffers.scale

@@ -35,7 +35,7 @@ def hash_rows(ngrams: Tensor, multipliers: Tensor, primes: Tensor) -> Tensor:
 
 
 def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
-    """Values of looked-up rows ``[T, n, columns]``, those of a token side by side: ``[T, n * columns]`` in ``dtype``.
+    """Values of looked-up rows ``[T, n, columns]``, concatenated by token: ``[T, n * columns]`` in ``dtype``.
 
     Raises:
         ValueError: values that are not float8_e4m3fn, or scales that do not fit them.

@@ -10,7 +10,7 @@ from deepseek_attn.kernels.common.invariance import in_row_tiles
 from deepseek_attn.kernels.common.quant import dequantize_fp8
 from deepseek_attn.kernels.engram.types import SCALE_GROUP, TableRows
 
-SMALLEST = 1e-6  # of what the gate takes the square root of
+SMALLEST = 1e-6  # lower bound of the gate's radicand
 
 
 def hash_rows(ngrams: Tensor, multipliers: Tensor, primes: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ def _balance(args, first, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
     TOKENS: tl.constexpr = CONFIG.TOKENS
     ROWS: tl.constexpr = CONFIG.ROWS
     SPLITS: tl.constexpr = CONFIG.SPLITS_PADDED
-    # logits of post and comb, then those of pre, which come first in memory
+    # logits of post and comb, then of pre; in memory pre comes first
     LAST: tl.constexpr = ROWS if args.pre is None else ROWS + M
     # weights first: no kernel of a step writes them
     scale = (tl.load(args.scale + 1), tl.load(args.scale + 2))
@@ -310,10 +310,10 @@ def _balance(args, first, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "splits"])
 def hc_collapse_kernel(args, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
-    """The first programs compute post and comb of ``TOKENS`` tokens each, the others collapse one token each.
+    """The first programs compute post and comb of ``TOKENS`` tokens each, all other programs collapse one token each.
 
-    Without ``ITERATIONS`` there are only programs that collapse; given ``weights``, they need no sums, base and scale.
-    ``splits``, the number of partial sums, is no constant, which would make a kernel for every number of them.
+    Without ``ITERATIONS`` all programs collapse; given ``weights``, they need no sums, base and scale. ``splits``, the
+    number of partial sums, is not a constant, because a constant would make a kernel for every number.
     """
     D: tl.constexpr = CONFIG.D
     D_PADDED: tl.constexpr = CONFIG.D_PADDED

@@ -103,7 +103,7 @@ def launch(
     """Updates the streams if they come with a sublayer's output, and collapses them.
 
     Args:
-        pre: ``[T, m]``, weights that collapse the streams; those that ``hc`` gives are then written to ``next_pre``.
+        pre: ``[T, m]``, weights that collapse the streams; the weights that ``hc`` gives are written to ``next_pre``.
     """
     if isinstance(streams, SublayerOutput):
         update = _contiguous(streams)

@@ -57,7 +57,7 @@ def _sinkhorn_of_few(mix: Tensor, iterations: int, eps: float) -> Tensor:
 def _sum_matrices_with_eps(m: int) -> tuple[np.ndarray, np.ndarray]:
     """`_sum_matrices` in NumPy, for rows of ``eps`` followed by a flattened ``[m, m]``: it is added to each sum.
 
-    BLAS adds ``eps`` and one entry after the other, as torch does for few rows.
+    BLAS adds ``eps`` and the entries in order, as torch does for few rows.
     """
     same_row, same_column, _ = _sum_matrices(m, 0.0, torch.device("cpu"))
     ones = torch.ones(1, m * m, dtype=torch.float32, device="cpu")

@@ -194,7 +194,7 @@ def index_select(
     """The ``k`` entries with the highest scores among the first ``num_visible[t]`` of each query's request.
 
     Args:
-        width: no query sees more entries; the others are those of `paged_index_scores` and `topk_indices`.
+        width: upper bound of the entries that a query sees. All other arguments: `paged_index_scores`, `topk_indices`.
         candidates: blocks of entries to keep, or to select from; at least ``k`` visible entries, or all of them, must
             be in those to select from.
 
@@ -206,7 +206,7 @@ def index_select(
 
     Notes:
         Scores are computed for a block of queries at a time, within `SCORE_BYTES` or for one query. In Triton the
-        selection takes two thirds as much again, launches depend on shapes alone, and nothing waits for the GPU. Where
+        selection takes two thirds more memory, launches depend on shapes alone, and nothing waits for the GPU. Where
         candidates limit the selection, only their keys are read. Triton serves heads of 128 channels and up to
         `MAX_TRITON_TOPK` entries and candidate blocks; plain torch, for others, waits for lengths.
     """

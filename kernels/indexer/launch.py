@@ -1,7 +1,7 @@
 """Launches of the indexer's scores and selection in Triton and, on Hopper, in Gluon.
 
 `index_select` computes scores and their top-k together, a block of queries at a time, so that long contexts take
-little memory; with candidate blocks it also keeps blocks, or selects among the entries of those that were kept.
+little memory; with candidate blocks it also keeps blocks, or selects among the entries of the kept blocks.
 """
 
 from __future__ import annotations
@@ -157,11 +157,12 @@ def candidate_scores(
 ) -> Tensor:
     """Scores of the entries of each query's blocks, in the order of ``candidates.kept``, which ascends before its -1s.
 
-    The first ``num_visible[t]`` columns of a row are written, -inf where there is no visible entry. There are at least
-    as many as the query has candidates, so that `topk_indices` takes ``num_visible`` for the length of the row.
+    The first ``num_visible[t]`` columns of a row are written, -inf for invisible entries. ``num_visible[t]`` is at
+    least the query's number of candidates, so `topk_indices` takes it as the length of the row.
 
     Args:
-        skip: rows of up to as many visible entries get no scores; out: float32 ``[T, n * size]``.
+        skip: rows with at most this many visible entries get no scores.
+        out: float32 ``[T, n * size]``.
     """
     size, kept, table = candidates.size, candidates.kept, keys.block_table
     key_format = check_scores(queries, keys, num_visible)
@@ -206,7 +207,7 @@ def launch_candidate_entries(
     (T, k), kept, table = out.shape, candidates.kept, keys.block_table
     plan = plan_blocks(BlocksProblem("candidate_entries_kernel", T, k), gpu(out.device))
     entries = plan.choice.config.columns
-    slots = out if out_slots is None else out_slots  # a pointer is needed even where PAGE says that it is not read
+    slots = out if out_slots is None else out_slots  # the kernel takes a pointer even if PAGE disables its use
     candidate_entries_kernel[(T, cdiv(k, entries))](
         CandidateRows(out, kept, slots, out.stride(0), kept.stride(0), 0 if out_slots is None else slots.stride(0)),
         table,
@@ -279,7 +280,7 @@ def launch_topk(
     hold. Programs share a row only where there are few rows; they count arrivals in `counters_of`.
     """
     (T, W), device, config = scores.shape, scores.device, plan.choice.config
-    # pointers are needed even where PAGE says that they are not read
+    # the kernel takes pointers even if PAGE disables their use
     table, requests, slots, page_entries = out, lens, out, 0
     if keys is not None and out_slots is not None:
         table, requests, slots, page_entries = keys.block_table, keys.token_to_req, out_slots, keys.entries
@@ -336,7 +337,7 @@ def _problem(queries: IndexQueries, keys: PagedIndexKeys, key_format: str, reque
 def _operands(
     plan: KernelPlan, problem: ScoresProblem, queries: IndexQueries, keys: PagedIndexKeys, out: Tensor
 ) -> tuple[ScoreRows, ScoresShape]:
-    """Queries and pages as kernels read them, and the constants of those in Triton."""
+    """Queries and pages as kernel arguments, and the constants of the Triton kernels."""
     q, pool, config = queries.q, keys.pool, plan.choice.config
     if problem.key_format == "plain":
         pool = pool.view(keys.record.dtype)

@@ -29,7 +29,7 @@ NUM_WARPS = 4
 
 
 class IndexQueryLaunch(NamedTuple):
-    """What a launch needs: its plan, arguments and constants on the device, blocks of heads per token, the results."""
+    """A launch: its plan, arguments and constants on the device, blocks of heads per token, the results."""
 
     plan: KernelPlan
     args: IndexQueryArgs

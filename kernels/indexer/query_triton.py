@@ -110,7 +110,7 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
         tl.store(out, quantize_e4m3(x * inverse_pow2(factor)[:, None], NATIVE_FP8), mask=inside)
         weights = weights * factor + tl.sum(nan_guard, 1)
     elif KEY_FORMAT == "fp4":
-        # a scale per 32 channels: the largest of the head is folded into its weight, the others into the values
+        # a scale per 32 channels: the head's largest scale is folded into its weight, the ratios into the values
         groups = tl.reshape(x, (BLOCK_H, DIM // 32, 32))
         amax = tl.maximum(tl.max(tl.abs(groups), 2), _FP4_FLOOR)
         factor = pow2_ceil(amax * 0.16666666666666666)

@@ -51,7 +51,7 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
 
 
 def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
-    """`kernels.indexer.queries` in plain torch: one op after the other."""
+    """`kernels.indexer.queries` in plain torch, op by op."""
     out, index_queries = query_norm_rope(raw_q), index_query(index)
     if len(out) != len(index.q):
         raise ValueError(f"queries of {len(out)} tokens, and of {len(index.q)} for the indexer: must be the same")
@@ -59,7 +59,7 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
 
 
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
-    """`kernels.indexer.latent_queries` in plain torch: one op after the other."""
+    """`kernels.indexer.latent_queries` in plain torch, op by op."""
     out, index_queries = absorb_queries(queries), index_query(index)
     if len(out) != len(index.q):
         raise ValueError(f"queries of {len(out)} tokens, and of {len(index.q)} for the indexer: must be the same")

@@ -51,7 +51,7 @@ class DecodeTileStages(NamedTuple):
 
 @gluon.constexpr_function
 def _load_layout():
-    """Layout of the words ``[64, 16]`` of a tile: that of `_key_layout`."""
+    """Layout of the words ``[64, 16]`` of a tile, matching `_key_layout`."""
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
     )
@@ -241,7 +241,7 @@ def index_scores_decode_hopper_kernel(
                 block_table_ptr + request.to(gl.int64) * table_stride,
                 gl.minimum(n, end * BLOCK),
             )
-            # the first tiles, all but one of the stages; page ids are loaded one tile ahead
+            # the first STAGES - 1 tiles; page ids are loaded one tile ahead
             for i in gl.static_range(AHEAD):
                 page = _page_of(keys, tile + i, row, PAGE)
                 line_page = _page_of(keys, tile + i, line, PAGE)

@@ -34,7 +34,7 @@ TOKENS = gl.constexpr(HOPPER_TOKENS)
 GROUP_TOKENS = gl.constexpr(HOPPER_TOKENS // GROUPS.value)
 PREFETCH = gl.constexpr(3)  # tiles whose copies to shared memory are in flight
 
-# Of four sums of a thread, the first two are those of the first token. Each lane keeps one of them and gets three more.
+# A thread has four sums; the first two belong to the first token. Each lane keeps one of them and receives three more.
 _SUM_QUAD = gl.constexpr("""
 {
     .reg .b32 lane, bit;
@@ -124,7 +124,7 @@ def split_of_keys(n):
 
 @gluon.jit
 def _publish(full):
-    """Arrives at ``full``: what asynchronous copies wrote becomes visible to the tensor cores."""
+    """Arrives at ``full``: the results of asynchronous copies become visible to the tensor cores."""
     fence_async_shared()
     barrier()  # the copies of all threads have ended
     mbarrier.arrive(full)
@@ -233,7 +233,7 @@ def _score(GROUP: gl.constexpr, lens, rows, queries, stages, STAGES: gl.constexp
     lead = gl.to_tensor(0)
     i = gl.to_tensor(0)
     while lead < TOKENS:
-        # one request after another, as `_copy` brings their tiles; tokens of others are not stored
+        # request by request, in the order of `_copy`; tokens of other requests are not stored
         start = lead
         _request, n, lead = _token_run(first, lead, lens)
         position = GROUP * GROUP_TOKENS + token
@@ -245,7 +245,7 @@ def _score(GROUP: gl.constexpr, lens, rows, queries, stages, STAGES: gl.constexp
             product = warpgroup_mma(
                 stages.keys.index(stage), queries.index(GROUP).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
-            # while the tensor cores run, scales are loaded: those of keys row and row + 8 of each thread
+            # while the tensor cores run, each thread loads the scales of its keys row and row + 8
             scale = stages.scales.index(stage).load(gl.SliceLayout(1, PRODUCT))
             even, odd = scale.reshape([4, 2, 8]).permute((0, 2, 1)).split()
             even = gl.convert_layout(even, KEYS, assert_trivial=True)[:, :, None]

@@ -18,8 +18,8 @@ import triton.language as tl
 
 from deepseek_attn.kernels.common.row_ops import pdl_begin
 
-_LOWEST = tl.constexpr(-(2**31))  # lower than the key of any score: marks what is no candidate
-_EVEN_ROUNDS = tl.constexpr(8)  # rounds of a search among high scores that divide their range, before that of keys
+_LOWEST = tl.constexpr(-(2**31))  # lower than the key of any score: marks columns that are not candidates
+_EVEN_ROUNDS = tl.constexpr(8)  # rounds that halve the range of high scores, before the search over keys
 
 
 class TopkRows(NamedTuple):
@@ -241,9 +241,9 @@ def _keep_best(candidates_ptr, count, K: tl.constexpr, CAPACITY: tl.constexpr, R
 
 @triton.jit
 def _mark(scores_ptr, columns, bound, marks_ptr, TILE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Writes ``marks[ceil(columns / 32)]``: bit ``c % 32`` of word ``c // 32`` says that score ``c`` reaches ``bound``.
+    """Writes ``marks[ceil(columns / 32)]``: bit ``c % 32`` of word ``c // 32`` is set if score ``c`` reaches ``bound``.
 
-    Nothing is counted here, so that no thread waits for those of other warps. The next tile is read ahead.
+    Nothing is counted here, so that no thread waits for other warps. The next tile is read ahead.
     """
     word = tl.arange(0, TILE // 32)
     # groups of a word in eight lanes, which is how a tensor [8, words, 4] is laid out: a warp reads 512 bytes in a row
@@ -258,7 +258,7 @@ def _mark(scores_ptr, columns, bound, marks_ptr, TILE: tl.constexpr, ALIGNED: tl
         marks = tl.xor_sum(tl.xor_sum(reached, 2), 0)
         valid = tl.minimum(tl.maximum(left - word * 32, 0), 32)
         marks = tl.where(valid < 32, marks & ((1 << (valid & 31)) - 1), marks)
-        # neighbours are not told to the compiler, which would move the words to other warps to store them
+        # contiguity is hidden from the compiler: it would move the words to other warps to store them
         at = tl.max_contiguous(first // 32 + word, 1)
         tl.store(marks_ptr + at[None, :] + eighth * 0, marks[None, :], mask=(eighth == 0) & (valid[None, :] > 0))
         score = later
@@ -293,11 +293,11 @@ def _list_marked(
         before = tl.cumsum(of_thread, 0) - of_thread
         more = tl.sum(of_thread, 0)
         if count + more <= CAPACITY:
-            # the place of a thread's word: behind those of the threads before it, and of its own words before
+            # position of a thread's word: behind the words of earlier threads and its own earlier words
             place = count + before[:, None] + tl.cumsum(ones, 1) - ones
             for _round in range(tl.max(tl.max(ones, 1), 0)):
                 lowest = marks & -marks
-                # the exponent of a power of two; that of the highest bit has a sign, too
+                # the exponent of a power of two; the highest bit is also the sign
                 bit = ((lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
                 column = start + i * 32 + bit
                 score = tl.load(scores_ptr + column, mask=marks != 0, other=0.0)
@@ -317,7 +317,8 @@ def _collect_many(
 ):  # fmt: skip
     """Collects candidates among more than ``CAPACITY`` scores that reach ``bound``; returns their number.
 
-    Whenever there are too many, the best K of them raise the bound. A group of each thread has room beside these.
+    If there are too many, the best K candidates raise the bound. The buffer has room for a group of each thread
+    besides.
     """
     group = _groups(4 * R, R)
     count = 0
@@ -428,7 +429,7 @@ def topk_kernel(
                     tl.store(rows.counts + row * SPLITS + split, count)
                     tl.debug_barrier()  # all candidates are written before the arrival is counted
                     if tl.atomic_add(rows.arrivals + row, 1, sem="acq_rel") == SPLITS - 1:
-                        # the last program of the row: it reads the candidates of all, one list behind the other
+                        # the last program of the row reads the candidates of all programs, list by list
                         tl.store(rows.arrivals + row, 0)
                         count = 0
                         stored = 0

@@ -54,7 +54,7 @@ class IndexQueries(NamedTuple):
 
     Attributes:
         q: ``[T, heads, dim]``, float8_e4m3fn for FP8 and FP4 keys, else the dtype of the projection. For FP4 keys the
-            even channels come first, then the odd ones, as the bytes of such keys hold one of each.
+            even channels come first, then the odd channels, because a byte of such keys holds one of each.
         weights: float32 ``[T, heads]``, every scale of ``q`` included.
         score_dtype: products of queries and keys, products with the weights and their sums are each rounded to it.
     """
@@ -69,7 +69,7 @@ class IndexQueries(NamedTuple):
 
 
 class CandidateBlocks(NamedTuple):
-    """Blocks of entries that one indexer keeps for each query, and to which the selection of others is limited (V4.1).
+    """Blocks of entries that one indexer keeps for each query; other indexers select only from these blocks (V4.1).
 
     Attributes:
         size: entries per block.

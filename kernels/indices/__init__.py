@@ -1,8 +1,8 @@
 """Index tensors of a step: which cache slots, or rows of the prefill workspace, each query reads or writes.
 
 A *slot* is ``page * block_size + offset``; -1 marks an unused place. Block tables are ``[B, pages]`` integers; a
-negative page id is no page, and entries past a request's length are never used. Page ids are multiplied in int64.
-Nothing waits for the device, and shapes do not depend on values: all of this may be captured in a CUDA graph.
+negative page id marks a missing page, and entries past a request's length are never used. Page ids are multiplied in
+int64. Nothing waits for the device, and shapes do not depend on values: all of this may be captured in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class WorkspaceShape:
 
 @triton.jit
 def _slots(entry, req, table, N: tl.constexpr):
-    """int64 slots of int64 entries ``[K]`` of request ``req`` (one, or one per entry); -1 where there is none."""
-    # entries beyond the table, and requests that it does not have, are not loaded
+    """int64 slots of int64 entries ``[K]`` of request ``req`` (one, or one per entry); -1 for missing entries."""
+    # entries and requests outside of the table are not loaded
     block = entry // N
     inside = (entry >= 0) & (block < table.pages >> 1) & (req >= 0) & (req < table.requests >> 1)
     page = tl.load(table.page_ids + req * (table.row_stride >> 1) + block, mask=inside, other=-1).to(tl.int64)
@@ -144,8 +144,8 @@ def _window_row(t, pos, req, valid, table, outs, TOKENS: tl.constexpr):
 
 @triton.jit
 def _entry_slot(t, pos, req, token_slot, table, outs, G: tl.constexpr, GROUPS: tl.constexpr):
-    """Slot of the compressed entry that token ``t`` writes: it is the last of its ``RATIO`` tokens, and no padding."""
-    GROUP: tl.constexpr = GROUPS[G]  # an element of a constexpr tuple is no constexpr argument in Triton 3.6
+    """Slot of the compressed entry that token ``t`` writes, if it is the last of ``RATIO`` tokens and not padding."""
+    GROUP: tl.constexpr = GROUPS[G]  # Triton 3.6 does not pass an element of a constexpr tuple as a constexpr
     written = ((pos + 1) % GROUP.RATIO == 0) & (token_slot >= 0)
     tl.store(outs.slots + t, _slots(tl.where(written, pos // GROUP.RATIO, -1), req, table, GROUP.N))
 
@@ -202,7 +202,7 @@ def step_indices_kernel(
         for g in tl.static_range(len(GROUPS)):
             _entry_slot(t, pos, req, token_slot, tables[g], outs[g], g, GROUPS)
     else:
-        # the ratios share the tasks: each takes those that are tiles of its own row
+        # the ratios share the tasks: each takes the tasks that are tiles of its own row
         for g in tl.static_range(len(GROUPS)):
             _entries_tile(t, pos, req, valid, paged, task, tables[g], outs[g], g, GROUPS, TILE)
 
@@ -217,7 +217,7 @@ def decode_rows_kernel(starts_ptr, ends_ptr, out, T, max_len, offset, ROWS: tl.c
     tl.store(out.is_valid + row, pos < tl.load(ends_ptr + request, mask=inside, other=0), mask=inside)
     pos = tl.minimum(pos, max_len - 1)
     tl.store(out.positions + row, pos, mask=inside)
-    # the first row of a request says how long it was, the last one how long it will be
+    # the first row of a request has its length before the step, the last row its length after it
     tl.store(out.prefix_lens + request, pos.to(tl.int32), mask=inside & (row_of_request == 0))
     tl.store(out.seq_lens + request, (pos + 1).to(tl.int32), mask=inside & (row_of_request == ROWS - 1))
 
@@ -289,7 +289,7 @@ def workspace_indices_kernel(
     WIDTH: tl.constexpr = SHAPE.WIDTH
     TILE: tl.constexpr = SHAPE.TILE
     t = tl.program_id(0).to(tl.int64)
-    # the request of the query: as many as end at or before it come first
+    # index of the query's request: the number of requests that end at or before the query
     base = tl.load(query_start_ptr).to(tl.int64)
     r = tl.arange(0, SHAPE.REQUESTS)
     end = tl.load(query_start_ptr + r + 1, mask=r < c, other=0).to(tl.int64) - base

@@ -62,8 +62,8 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
 def insert_latents(tokens: LatentTokens) -> Tensor:
     """All cache writes of a V3.2 layer: norms and RoPE of latent, rotary key and index key, in one launch on a GPU.
 
-    The query latent is ``rms_norm(qr, q_weight)``. The row written to ``cache`` is ``rms_norm(latent, kv_weight)``
-    beside the rotary key, which is not normed but rotated at ``positions`` in pairs ``(2 i, 2 i + 1)``. An index key is
+    The query latent is ``rms_norm(qr, q_weight)``. The row written to ``cache`` is ``rms_norm(latent, kv_weight)`` and
+    the rotary key, which is not normed but rotated at ``positions`` in pairs ``(2 i, 2 i + 1)``. An index key is
     layer-normed with weight and bias, rotated in pairs ``(i, i + rope_dim / 2)`` of its *first* ``rope_dim`` channels
     and, with ``hadamard``, multiplied by a Hadamard matrix. Arithmetic is float32, rounded to the dtype after each of
     these steps; ``record.encode`` of the rounded rows is stored, and nothing of rows whose slot is -1. ``qr_fp8`` is

@@ -1,10 +1,10 @@
 """Triton device code of `compress_and_insert` and `insert_tokens`: closed windows are pooled, open ones kept.
 
 Programs that pool take work items of the windows that close. Short windows are pooled by one program, in float32 and
-channel by channel. Of long ones every program pools a few channels, and the last of them to arrive stores the entry:
-the norm needs all of its channels. The other programs store a token's row in the ring of its request. In steps of more
-than ``rows - coff * ratio + 1`` tokens of a request such a row may still hold a token that is pooled; then the program
-that pools it stores the new row afterwards.
+channel by channel. For long windows every program pools a few channels, and the last program to arrive stores the
+entry: the norm needs all of its channels. Other programs store a token's row in the ring of its request. In steps of
+more than ``rows - coff * ratio + 1`` tokens of a request such a row may still hold a token that is pooled; then the
+program that pools it stores the new row afterwards.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _store_ring_row(t, compressor, parts, batch, PARTS: tl.constexpr, CONFIG: tl
 @triton.jit
 def _window_rows(closes, pos, t, prefix, ring, part, CONFIG: tl.constexpr):
     """`WindowRows` of windows ``[N]`` that close at position ``pos``, row ``t``, if ``closes``."""
-    first = pos - (CONFIG.POOLED - 1)  # before the first token if there is no older window
+    first = pos - (CONFIG.POOLED - 1)  # negative without an older window
     token = (t - (CONFIG.POOLED - 1)).to(tl.int64)
     ring_ptr = part.state + ring * part.ring_stride
     return WindowRows(
@@ -228,7 +228,7 @@ def _weighted_sums(rows, lane, part, channel, D: tl.constexpr, CONFIG: tl.conste
             new = offset >= rows.first_new
             mask = ((offset >= rows.first_existing) & (offset < CONFIG.POOLED))[:, None] & (column < D)
             older = offset < CONFIG.POOLED - CONFIG.RATIO
-            # of two windows, the older one is pooled from the first half of the channels
+            # with two windows, the older window is pooled from the first half of the channels
             half = tl.where(older, 0, W - D)
             # a token of this step comes from its projections, an earlier one from the ring, which wraps once
             row = rows.ring_row + offset
@@ -243,7 +243,7 @@ def _weighted_sums(rows, lane, part, channel, D: tl.constexpr, CONFIG: tl.conste
             score = tl.load(score_row[:, None] + column, mask=mask, other=float("-inf"))
             values += (value,)
             scores += (score + tl.load(ape_row[:, None] + column, mask=mask & new[:, None], other=0),)
-        # softmax without a second pass: what was summed is scaled down to the new largest score
+        # online softmax: earlier sums are rescaled to the new largest score
         new_peak = peak
         for i in tl.static_range(READS):
             new_peak = tl.maximum(new_peak, scores[i])
@@ -322,7 +322,7 @@ def _pool(e, item, chunks, group, parts, batch, scratch, P: tl.constexpr, PARTS:
     The last program to pool chunks of a window stores its entry.
     """
     part = parts[P]
-    SHAPE: tl.constexpr = PARTS[P]  # an element of a constexpr tuple is no constexpr argument in Triton 3.6
+    SHAPE: tl.constexpr = PARTS[P]  # Triton 3.6 does not pass an element of a constexpr tuple as a constexpr
     D: tl.constexpr = SHAPE.D
     BLOCK: tl.constexpr = SHAPE.BLOCK
     RATIO: tl.constexpr = CONFIG.RATIO
@@ -401,7 +401,7 @@ def _pool_windows(program, pool_programs, requests, parts, batch, scratch, PARTS
         for p in tl.static_range(len(PARTS)):
             items_per_group += tl.cdiv(PARTS[p].ITEMS, chunks)
         first_groups = tl.cumsum(groups, 0) - groups
-        # items go round the programs; those of a group are of one compressor after another
+        # items are dealt to the programs in turn; within a group they are ordered by compressor
         work_item = program
         while work_item < total * items_per_group:
             e = work_item // items_per_group
@@ -427,7 +427,7 @@ def compress_kernel(
     if program >= store_programs:
         _pool_windows(program - store_programs, pool_programs, requests, parts, batch, scratch, PARTS, CONFIG)
     elif CONFIG.REUSES_RING:
-        # only the last ROWS tokens of a request stay: no programs for the others
+        # only the last ROWS tokens of a request stay in the ring: earlier tokens get no programs
         r = program // COUNT // CONFIG.ROWS
         t = tl.load(batch.query_start_loc + r + 1).to(tl.int64) - 1 - program // COUNT % CONFIG.ROWS
         if t >= tl.load(batch.query_start_loc + r):

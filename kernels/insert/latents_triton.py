@@ -166,7 +166,7 @@ def insert_index_key(t, rows, index, SHAPE: tl.constexpr, ROPE: tl.constexpr, NA
     inside = channel < D
     rotary = channel < ROPE
     second = channel >= HALF
-    # the other channel of a pair is read and normed again: it is another thread's
+    # the other channel of a pair belongs to another thread: it is read and normed again
     partner = tl.where(second, channel - HALF, channel + HALF)
     # all loads are issued before the first result is needed
     row = index.k + t * index.k_stride

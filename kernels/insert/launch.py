@@ -150,7 +150,7 @@ def _launch_keys(plan: InsertPlan, launch: _TokenLaunch, count: int) -> None:
 def _launch_windows(
     plan: InsertPlan, launch: _TokenLaunch | None, compressors: Sequence[CompressPart], batch: CompressBatch | None
 ) -> None:
-    """Pools windows and stores ring rows, beside keys and query latents if they have no launch of their own."""
+    """Pools windows and stores ring rows, and writes keys and query latents if these have no launch of their own."""
     if plan.windows is None or plan.division is None or batch is None:
         return
     for part in compressors:
@@ -405,7 +405,7 @@ def head_launch(raw_q: RawQueries) -> HeadLaunch:
 
 
 def _output(name: str, x: Tensor, out: Tensor | None) -> Tensor:
-    """``out`` if it is given, else an empty tensor: contiguous rows like those of ``x``."""
+    """``out``, or a new contiguous tensor of the shape and dtype of ``x`` if it is None."""
     if out is None:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.shape != x.shape or out.dtype != x.dtype or out.stride(-1) != 1:

@@ -167,7 +167,7 @@ def norm_query_latent(t, query, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     y = normed_rows(x, row_weight(query.weight, LORA, BLOCK), query.eps, LORA, DTYPE)
     store_row(query.out + t * query.out_stride, y, LORA, BLOCK)
     if query.fp8 is not None:
-        # y is rounded already: the codes are those that a linear would make of the stored row
+        # y is rounded already: these are the codes that a linear would compute from the stored row
         fp8 = query.fp8
         group = tl.arange(0, BLOCK // 128)
         groups = tl.reshape(y, (BLOCK // 128, 128))
@@ -207,7 +207,7 @@ def norm_rope_insert_kernel(
     """Grid ``(tokens, 2)``: the key and the query latent of a token."""
     pdl_begin(PDL)  # wait until the previous kernel has written both
     t = tl.program_id(0).to(tl.int64)
-    # a program for each of them: neither row's loads wait for the other's sum
+    # a program for each row: neither row's loads wait for the other's sum
     if tl.program_id(1) == 0:
         insert_key(t, key, SHAPE, NATIVE_FP8)
     else:

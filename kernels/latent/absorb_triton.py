@@ -1,7 +1,7 @@
 """Triton device code of `absorb_queries`: products and rotation in one launch, or the rotation alone.
 
-The weight is the left factor of a product: Hopper's tensor cores need at least 64 rows there and as few as 8 on the
-right, where the tokens of a decode step are.
+The weight is the left factor of a product: Hopper's tensor cores need at least 64 rows on the left, and only 8 on the
+right, which holds the tokens of a decode step.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def rotate_queries_kernel(rows, SHAPE: tl.constexpr, PADDED: tl.constexpr):
     t = tl.program_id(0) + tl.zeros_like(head)
     _rotate(rows, t, head, t >= 0, SHAPE)
     if PADDED:
-        # cuBLAS has written the latent channels of the heads; those of padding heads are written here
+        # cuBLAS has written the latent channels of the heads; channels of padding heads are written here
         padding = ((head >= rows.heads) & (head < rows.padded_heads))[:, None]
         out = rows.out + t.to(tl.int64) * rows.out_stride + head * rows.out_head_stride
         RANK: tl.constexpr = SHAPE.RANK

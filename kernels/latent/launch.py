@@ -53,7 +53,7 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
             rows, SHAPE=shape, PDL=plan.pdl, enable_fp_fusion=True, num_warps=warps, launch_pdl=plan.pdl
         )
         return out
-    # cuBLAS writes into the rows of the result, and the rotation fills what is left of them
+    # cuBLAS writes the latent channels of the result's rows, and the rotation fills their other channels
     (heads, nope, rank), warps = queries.weight.shape, plan.rotation.config.warps
     _multiply_heads(
         queries.q.unflatten(-1, (heads, -1))[..., :nope],

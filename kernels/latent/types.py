@@ -16,8 +16,8 @@ WEIGHT_BLOCK = 128
 class LatentWeight(NamedTuple):
     """A half of ``kv_b_proj``, head by head: plain, or FP8 with block scales as in the checkpoint.
 
-    An FP8 weight stands for its values ``e4m3 * scale`` rounded to the dtype of the op's input: results are those of
-    the plain weight that holds these.
+    An FP8 weight stands for the plain weight of its values ``e4m3 * scale``, rounded to the dtype of the op's input:
+    both give the same results.
 
     Attributes:
         rows: ``[heads, rows, rank]`` of a float dtype, or float8_e4m3fn with rows and rank multiples of 128; any

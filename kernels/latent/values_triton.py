@@ -129,7 +129,7 @@ def project_values_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     # the blocks whose weights wait in registers
     for i in tl.static_range(EARLY):
         acc = _add_product(acc, early[i], _latents(x_row, inside, i * BLOCK_RANK + lane, SHAPE))
-    # the others pass through shared memory, STAGES blocks ahead of their product
+    # later blocks pass through shared memory, STAGES blocks ahead of their product
     for start in tl.range(EARLY * BLOCK_RANK, SHAPE.RANK, BLOCK_RANK, num_stages=SHAPE.STAGES):
         w = _plain(_weights(rows, head, value, start + lane, SHAPE), rows, head, start, SHAPE)
         acc = _add_product(acc, w, _latents(x_row, inside, start + lane, SHAPE))

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.fp8 import decode_e4m3
 from deepseek_attn.kernels.common.row_ops import round_to
 
-# the interpreter multiplies float32: its bfloat16 products are not those of a GPU
+# the interpreter multiplies float32: its bfloat16 products differ from a GPU's
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -30,7 +30,7 @@ class LatentWeightRows(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightStrides:
-    """Strides of `LatentWeightRows` between heads, rows and latent channels; those of the scale are 0 without one."""
+    """Strides of `LatentWeightRows` between heads, rows and latent channels; the scale's are 0 without a scale."""
 
     HEAD: int
     ROW: int

@@ -20,7 +20,7 @@ UNQUANTIZED = InputFormat()
 FP8_BLOCK = (128, 128)  # rows and columns of an FP8 weight that share a scale; V4.1: 32
 FP4_GROUP = 32  # input channels of an FP4 weight row that share a scale
 FP8_INPUT_GROUP = 128  # input channels of a token that share a scale
-FP8_GROUPS = (FP8_INPUT_GROUP, 32)  # what Triton's kernels take in its place
+FP8_GROUPS = (FP8_INPUT_GROUP, 32)  # groups that Triton's kernels support
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Segment:
 def dequantize_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
     """Float32 values of a stored weight: FP8 with a block grid, packed FP4 with e8m0 bytes, or plain.
 
-    The grid of FP8 says whether blocks are of 128 or of 32 rows and columns: it has one size for both where a dimension
-    is at most 32, which is one block either way.
+    The grid of an FP8 weight shows whether blocks have 128 or 32 rows and columns. For a dimension of at most 32 both
+    have the same grid, because it is one block either way.
     """
     if scale is None:
         return weight.float()
@@ -67,5 +67,5 @@ def dequantize_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def quantized_input(x: Tensor, format: InputFormat) -> Tensor:
-    """Float32 input of a product with a quantised weight, after a round trip through FP8 if ``format`` says so."""
+    """Float32 input of a product with a quantised weight, after a round trip through FP8 if ``format`` requires it."""
     return fake_quant_fp8(x, format.group, format.pow2_scales).float() if format.fp8 else x.float()

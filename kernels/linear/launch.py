@@ -55,7 +55,7 @@ class Rope(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What one launch of products reads and writes.
+    """Inputs and outputs of one launch of products.
 
     Attributes:
         x: ``[M, groups * K]``; of the values nothing is read if only ``quantized`` ones are.
@@ -82,7 +82,7 @@ def launch(
     groups: int = 1,
     rope: Rope | None = None,
 ) -> tuple[list[Tensor], QuantizedRows | None]:
-    """Products of ``x [M, groups * K]`` with each segment; if the plan says so, the only one in FP8 as well."""
+    """Products of ``x [M, groups * K]`` with each segment; a single product also in FP8 if the plan has it."""
     if plan.quantizes and plan.input is not None:
         quantized = _quantized_rows(plan.input, x, pow2_scales, groups if groups > 1 else None, rope)
     elif plan.input is not None:
@@ -149,7 +149,7 @@ def _launch_hopper(plan: LinearPlan, product: ProductPlan, operands: Operands, g
     stride = q.stride(0) // q.stride(1) if groups > 1 else 0
     if groups > 1:
         q = q.as_strided((stride * (groups - 1) + M, K), (q.stride(1), 1))
-    elif q.dim() == 3:  # a rank with one of the groups
+    elif q.dim() == 3:  # a rank with a single group
         q = q[0]
     jobs = product.token_tiles * (tiles.TILES * tiles.SPLITS + plain_tiles.TILES * plain_tiles.SPLITS)
     registers = min(248, 65536 // (1 + config.spare) // (128 * config.warpgroups + 128)) // 8 * 8

@@ -1,7 +1,7 @@
 """Gluon device code of `linear_decode_hopper_kernel`: up to 16 tokens and large FP8 weights on Hopper's tensor cores.
 
-The time is that of reading the weights, so one warp does nothing else: it streams them through a ring of stages in
-shared memory, from one job to the next, and never waits for the kernel before this one, on which weights do not depend.
+Reading the weights takes all of the time, so one warp does nothing else: it streams them through a ring of stages in
+shared memory, from one job to the next. It never waits for the previous kernel, because weights do not depend on it.
 A warpgroup waits for it, puts the whole input of a job into shared memory, quantised there if it is not yet, with the
 scales of each block's products, and multiplies.
 
@@ -46,10 +46,11 @@ class DecodeTiling:
         K: channels of the input; TOKENS: of the tile, 8 or 16; ROWS: weight rows of a tile, 64 or 128.
         SPLIT_BLOCKS: blocks of 128 channels of a job.
         INPUT_BLOCKS: blocks that the memory of its input holds, the next power of two.
-        STAGES: of the ring; STAGE_BLOCKS: blocks of a stage, which divide those of a job.
+        STAGES: stages of the ring.
+        STAGE_BLOCKS: blocks of a stage; a divisor of a job's number of blocks.
         STAGES_AT_ONCE: stages that are multiplied together.
-        QUANTIZED: the input is FP8 with scales; otherwise programs quantise what they read, of up to 8 tokens.
-        TILES: of the weights.
+        QUANTIZED: the input is FP8 with scales; otherwise each program quantises its own input, of up to 8 tokens.
+        TILES: tiles of the weights.
         POW2: scales of FP8 values are powers of two.
     """
 
@@ -217,7 +218,7 @@ def _multiply_all(jobs, M, x, scales, outs, quantized_output, memory, buffers, T
             _copy_input(first, end, group, scale_row, M, x, buffers, TILING)
         else:
             _quantize_input(first, end, scale_row, M, x, buffers, TILING)
-        fence_async_shared()  # tensor cores see what threads have written
+        fence_async_shared()  # the threads' writes become visible to the tensor cores
         barrier()  # the other warps have written their part of the input
         acc = ()
         for _part in gl.static_range(PARTS):

@@ -48,7 +48,7 @@ class InputTiles(NamedTuple):
 
 @gluon.jit
 def _split_of(job, m_tiles, BLOCKS: gl.constexpr, SPLITS: gl.constexpr):
-    """(tile, split, first block of the split, end of the split) of a job among those of its kind."""
+    """(tile, split, first block of the split, end of the split) of a job, by its number within its kind."""
     SPLIT: gl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     tile = job // m_tiles // SPLITS
     split = job // m_tiles % SPLITS
@@ -180,7 +180,7 @@ def _multiply_all(
             start, last_row, _group = rows_of(tile, PLAIN, ROWS)
             acc = sum_plain(buffers, n, first, end, WARPGROUP, TILING)
             number = (tile * m_tiles + job % m_tiles) * WARPGROUPS + WARPGROUP
-            counter = memory.counters + m_tiles * TILES * WARPGROUPS + number  # after those of FP8 tiles
+            counter = memory.counters + m_tiles * TILES * WARPGROUPS + number  # behind the counters of FP8 tiles
             part = TilePart(start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M, number, split)
             out = pick(plain_outs, PLAIN_FIRSTS, tile)
             stride = pick_constant(PLAIN_SIZES, PLAIN_FIRSTS, tile)

@@ -23,9 +23,10 @@ class LinearHopperTiling:
 
     Attributes:
         K: channels of the input.
-        ROWS, TOKENS: weight rows and tokens of a tile; PART_ROWS, PART_TOKENS: of the part that a warpgroup multiplies.
-        ROW_STEP, TOKEN_STEP: rows or tokens from the part of one warpgroup to that of the next.
-        WARPGROUPS: that multiply a tile, one or two.
+        ROWS, TOKENS: weight rows and tokens of a tile.
+        PART_ROWS, PART_TOKENS: weight rows and tokens of the part that a warpgroup multiplies.
+        ROW_STEP, TOKEN_STEP: rows or tokens from one warpgroup's part to the next.
+        WARPGROUPS: warpgroups that multiply a tile, one or two.
         STAGES: blocks of 128 bytes of channels in flight.
         SCALES: input scales of a stage; TMA writes at multiples of 128 bytes.
         FP8, PLAIN: tiles of the weights of either kind.
@@ -78,7 +79,7 @@ class TilePart(NamedTuple):
 
 
 class HopperMemory(NamedTuple):
-    """Pointers to what a launch writes beside its outputs.
+    """Pointers to the results of a launch other than its outputs.
 
     Attributes:
         quantized, quantized_scale: the output in FP8 ``[M, N]`` and its scales ``[N / 128, M]``, or None.
@@ -94,7 +95,7 @@ class HopperMemory(NamedTuple):
 
 
 class QuantizedOutput(NamedTuple):
-    """FP8 output, scales ``[N / 128, M]`` and the stride of their rows; q is None where there is no such output."""
+    """FP8 output, scales ``[N / 128, M]`` and the stride of their rows; q is None without an FP8 output."""
 
     q: Any
     scale: Any
@@ -139,8 +140,8 @@ def _release(buffers, n, TILING: gl.constexpr):
 def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """Sum of the scaled products of FP8 blocks ``first`` to ``end``: a tuple of accumulators of 64 rows.
 
-    Of each two products, of two blocks or of two halves, one runs while the other is added. ptxas follows that within
-    an iteration of the loop; across iterations it would wait for each product by itself.
+    Products come in pairs (two blocks, or two halves): one runs while the other is added. ptxas overlaps them only
+    within an iteration of the loop; across iterations it would wait for each product separately.
     """
     TOKENS: gl.constexpr = TILING.PART_TOKENS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
@@ -239,7 +240,8 @@ def finish(
     Args:
         acc: tuple of ``[64, tokens]``.
         out_ptr, out_stride: output ``[M, out_stride]``, and as `QuantizedOutput`.
-        partials_ptr: scratch for partials; counter_ptr: of those of this part that have arrived.
+        partials_ptr: scratch for partial sums.
+        counter_ptr: counter of this part's partial sums that have arrived.
         part: `TilePart`.
     """
     if SPLITS == 1:

@@ -61,7 +61,7 @@ def load_weight(descs, tile, row, block, full, buffer, TILES: gl.constexpr, FP8:
     channel = block * (128 if FP8 else 64)
     if not FP8:
         buffer = reinterpret(buffer, DTYPE, [buffer.shape[0], 64], PLAIN_LAYOUT)
-    # one load of each weight, of which only that of this tile is done: descriptors cannot be picked
+    # one predicated load per weight, and only this tile's is executed: a descriptor cannot be selected at run time
     for i in gl.static_range(len(FIRSTS)):
         has_tile = tile >= FIRSTS[i]
         if i + 1 < len(FIRSTS):

@@ -1,8 +1,8 @@
 """Triton device code of `linear` and `grouped_linear`: products of one input with several weights, in one launch.
 
 A program computes ``W x^T`` for a tile of weight rows and a tile of tokens, over all channels or one split of them. The
-weight is the left factor: Hopper's tensor cores need at least 64 rows there and as few as 8 on the right, where the
-tokens of a decode step are. Split-K partials are added in order by the program that arrives last.
+weight is the left factor: Hopper's tensor cores need at least 64 rows on the left, and only 8 on the right, which holds
+the tokens of a decode step. The program that arrives last adds the split-K partial sums in order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LinearInputs(NamedTuple):
 
 
 class SplitScratch(NamedTuple):
-    """Split-K partials of tiles of FP8 and of plain weights, float32 or None; counters of those that have arrived."""
+    """Split-K partial sums of FP8 and of plain tiles, float32 or None; counters of the partial sums that arrived."""
 
     fp8: Any
     plain: Any
@@ -115,7 +115,7 @@ def _multiply(w, x, acc, FORMAT: tl.constexpr):
         term = rest.to(DTYPE)
         acc = tl.dot(w, tl.trans(term), acc, input_precision=FORMAT.PRECISION)
         if i + 1 < PARTS:
-            rest = rest.to(tl.float32) - term.to(tl.float32)  # what the parts so far leave out
+            rest = rest.to(tl.float32) - term.to(tl.float32)  # remainder behind the parts so far
     return acc
 
 
@@ -157,7 +157,7 @@ def _add_block(
             w_scale = tl.load(scale_ptr + start // 128 * BLOCKS + block)
         else:
             w_scale = tl.load(scale_ptr + row // GROUP * BLOCKS + block)[:, None]
-        # a block's sum is scaled once; only then is it added to those of other blocks
+        # a block's sum is scaled once, before it is added to the sum of earlier blocks
         product = tl.zeros(acc.shape, tl.float32)
         product = _multiply(decode_e4m3(w, NATIVE_FP8, DTYPE), x, product, FORMAT)
         if INPUT == "plain":
@@ -262,7 +262,7 @@ def _program(
                     acc, prefetched[i], first + i, lane, row, token, start, inputs, scale_ptr, CONSTANTS, FORMAT
                 )
         first += PREFETCHED
-    # the other blocks, STAGES of them in flight
+    # the later blocks, STAGES of them in flight
     for block in tl.range(first, tl.minimum(split * SPLIT_BLOCKS + SPLIT_BLOCKS, BLOCKS), num_stages=CONSTANTS.STAGES):
         w = _rows(weight_row, block * BLOCK_K + lane, K, K % BLOCK_K == 0)
         acc = _add_block(acc, w, block, lane, row, token, start, inputs, scale_ptr, CONSTANTS, FORMAT)

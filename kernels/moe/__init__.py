@@ -88,8 +88,8 @@ def moe_experts(
         input_format: how products with quantised weights read their input, per token. Groups of neither 128 nor 32
             channels are computed in plain torch.
         add: ``[T, D]``, added to the sum before it is rounded.
-        num_routed: experts that the router chooses from, those of other ranks included; default: E. For speed only.
-        add_ready: ``add`` is complete after this event, of another stream: only the sum waits for it. CUDA only.
+        num_routed: experts that the router chooses from, including other ranks' experts; default: E. For speed only.
+        add_ready: event of another stream that completes ``add``: only the sum waits for it. CUDA only.
 
     Returns:
         Float32 ``[T, D]``; with ``add``, in the dtype of x. A token's experts add up in the order of their ids, so the

@@ -7,10 +7,10 @@ warpgroups multiply 64 weight rows each. The weight is the left factor and comes
 on the way. Each block of channels has a fresh accumulator, which is added under its scales.
 
 A thread of a tensor core's left factor holds runs of 4 channels that are 16 apart. Rows are stored with the channels of
-a block reordered (`prepare_rows_kernel`), so that these are 32 consecutive channels of the weight: those of one scale.
+a block reordered (`prepare_rows_kernel`), so that these are 32 consecutive channels of the weight, which share a scale.
 
-FP4 weights times a power of two from 2**-5 to 2**6 are exact in e4m3 (`fp4_hopper`). What remains of their scales is
-one power of two per weight row, which multiplies the sum (`row_exponents`).
+FP4 weights times a power of two from 2**-5 to 2**6 are exact in e4m3 (`fp4_hopper`). The remaining factor of their
+scales is one power of two per weight row, which multiplies the sum (`row_exponents`).
 
 Loads are in `experts_hopper_loads`, weights in registers in `experts_hopper_weights`, and stores in
 `experts_hopper_output`.
@@ -73,11 +73,11 @@ class ExpertScales(NamedTuple):
 
 
 class ExpertRing(NamedTuple):
-    """Position of a warpgroup in the ring of stages, int32: it goes on from job to job.
+    """Position of a warpgroup in the ring of stages, int32; it continues from job to job.
 
     Attributes:
-        block: blocks of 128 channels so far, where a stage has one.
-        stage, phase, slot: of the next stage of two blocks: its number, its turn, and that of its scales.
+        block: number of blocks of 128 channels so far, if a stage has one block.
+        stage, phase, slot: the next stage of two blocks: its index, its barrier's phase, the slot of its scales.
     """
 
     block: Any
@@ -90,7 +90,7 @@ class ExpertRing(NamedTuple):
 def _release(buffers, n, STAGES: gl.constexpr):
     """Lets the stage of block ``n - 1`` be overwritten; called when weights that were loaded later are in use.
 
-    A barrier waits for no load from shared memory, only the use of its result does. Those of a warp end in order:
+    A barrier does not wait for loads from shared memory; only the use of a result waits. Loads of a warp end in order,
     so the scales of block ``n - 1`` have arrived.
     """
     barrier()  # until all threads of the warpgroup have come here
@@ -178,7 +178,7 @@ def _sum_blocks(
         # wait until both loading warps have filled the stage
         mbarrier.wait(buffers.full.index(stage), n // STAGES & 1)
         if FP4:
-            # a register holds the scales of a quad of blocks, those of the next block lowest
+            # a register holds the scales of four blocks, the next block's in the lowest byte
             if block % _QUAD == 0:
                 powers = weight_powers(buffers, n // _QUAD % 2, WARPGROUP, TILING)
             low, high = _bytes_of(powers, base)
@@ -200,13 +200,13 @@ def _sum_blocks(
                 x = all_x.index(first + i).permute((1, 0))
                 x_scale = _part_scale(zeros, buffers, first + i - 1)
                 if OVERLAP:
-                    # start a part's product, then wait for the one of the part before and add it up meanwhile
+                    # start a part's product; meanwhile wait for the previous part's product and add it up
                     following_product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
                     product = warpgroup_mma_wait(1, deps=[product])
                     new += (_add_part(acc[i - 1], product, x_scale, factor),)
                     product = following_product
                 else:
-                    # one product at a time: there are no registers for two
+                    # one product at a time: the registers do not suffice for two
                     product = warpgroup_mma_wait(0, deps=[product])
                     new += (_add_part(acc[i - 1], product, x_scale, factor),)
                     product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
@@ -271,7 +271,7 @@ def _sum_pairs(exponent, ring, buffers, SIZE: gl.constexpr, WARPGROUP: gl.conste
             second_product = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
             product = warpgroup_mma_wait(1, deps=[product])
             acc = _add_part(acc, product, x_scale, None)
-        else:  # there are no registers for two products
+        else:  # the registers do not suffice for two products
             product = warpgroup_mma_wait(0, deps=[product])
             acc = _add_part(acc, product, x_scale, None)
             second_product = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
@@ -332,7 +332,7 @@ def _multiply_all(tiles, scales, output, buffers, WARPGROUP: gl.constexpr, TILIN
             following = job + gl.num_programs(0)
             following = gl.where(following < jobs, following, job)
             next_tile = tile_of(tiles, following, TILING)
-            # one of these: each size of a tile has its own code
+            # one branch is taken: each tile size has its own code
             for i in gl.static_range(len(SIZES)):
                 if (tile.rows > (SIZES[i - 1] if i > 0 else 0)) & (tile.rows <= SIZES[i]):
                     ring, exponent = _multiply_tile(
@@ -400,7 +400,7 @@ def experts_hopper_kernel(
     fence_async_shared()  # the TMA sees the barriers only after this
     buffers = ExpertBuffers(w_buffer, weight_scales, x_buffer, scale_buffer, full, empty)
     tiles = ExpertRowTiles(entries, capacity, count)
-    # the first warpgroup is the one that the launch has; two more warps load
+    # the default partition is the first warpgroup; two more warps load
     if GROUPS == 1:
         gl.warp_specialize(
             [

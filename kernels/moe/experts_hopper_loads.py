@@ -136,11 +136,11 @@ def load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
             full = buffers.full.index(stage)
             # wait until all warpgroups have used the stage
             mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
-            # the barrier expects the bytes of the boxes that have rows of the tile, in one call: that of the last one
+            # one call, at the last box, makes the barrier expect the bytes of all boxes with rows of the tile
             for i in gl.static_range(BOXES):
                 is_last = (rows > i * BOX) & ((rows <= (i + 1) * BOX) | (i == BOXES - 1))
                 mbarrier.expect(full, (i + 1) * CHANNELS * BOX + (i * BOX // PART + 1) * SCALE_BYTES, pred=is_last)
-            # rows behind the tile are not loaded: what their buffers hold is multiplied, and not stored
+            # rows behind the tile are not loaded: stale rows of the buffer are multiplied, but not stored
             for i in gl.static_range(BOXES):
                 has_box = rows > BOX * i
                 for j in gl.static_range(BLOCKS):

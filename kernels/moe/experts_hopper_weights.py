@@ -16,7 +16,7 @@ TOP = gl.constexpr(6)  # an FP4 row's largest scale becomes this power of two, a
 
 @gluon.constexpr_function
 def _weight_layout(gated, shape, columns):
-    """Rows of a warpgroup's weight by thread, as in the left factor; ``columns``: bases (register, lane) of the others.
+    """Rows of a warpgroup's weight by thread, as in the left factor; ``columns``: (register, lane) bases of columns.
 
     A thread has two rows that are 8 apart in the product: there, rows of gate and up alternate by 8. In shared memory
     all 32 of the gate come first.
@@ -64,9 +64,9 @@ def fp8_weight(buffers, stage, low, high, WARPGROUP: gl.constexpr, TILING: gl.co
 
 @gluon.jit
 def _gate_and_up(stored, stage, WARPGROUP: gl.constexpr, HALF: gl.constexpr, TILING: gl.constexpr):
-    """A warpgroup's 32 rows of the gate and of the other weight ``[2, 32, words]``, read in the layout ``HALF``.
+    """A warpgroup's 32 rows of the gate and of the up weight ``[2, 32, words]``, read in the layout ``HALF``.
 
-    A stage has the gate rows of all warpgroups, then those of the other weight.
+    A stage has the gate rows of all warpgroups, then the up rows.
     """
     GROUPS: gl.constexpr = TILING.WARPGROUPS
     gate = stored.index(2 * GROUPS * stage + WARPGROUP).load(HALF)
@@ -80,7 +80,7 @@ def stored_pair(buffers, stage, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     FORM: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     GROUPS: gl.constexpr = TILING.WARPGROUPS
     WORDS: gl.constexpr = _word_layout(TILING.GATED, 4, False)
-    IN_THREAD: gl.constexpr = [[0, 1], [0, 2], [0, 16]]  # 16 words further: the other block
+    IN_THREAD: gl.constexpr = [[0, 1], [0, 2], [0, 16]]  # 16 words further: the second block
     LANES: gl.constexpr = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
     if TILING.GATED:
         HALF: gl.constexpr = gl.DistributedLinearLayout(IN_THREAD, LANES, [[8, 0], [16, 0]], [], [32, 32])
@@ -115,7 +115,7 @@ def left_factor(words, TILING: gl.constexpr):
     return w.reshape([64, 128])
 
 
-# bytes of four words, one of each as $5 says, in one word
+# one byte of each of four words, selected by $5, in one word
 _PICK = gl.constexpr("""
 {
     .reg .b32 low, high;
@@ -136,7 +136,7 @@ def scale_layout(gated):
 def weight_powers(buffers, slot, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """e8m0 scales of a warpgroup's rows: int32 ``[64, 4]``, a byte for each of `QUAD` blocks, the first lowest.
 
-    A row has a word for each block in shared memory, with the bytes of its four groups: a thread picks that of its own.
+    In shared memory a row has a word per block with the bytes of its four groups; a thread picks its own group's byte.
     """
     GATED: gl.constexpr = TILING.GATED
     GROUPS: gl.constexpr = TILING.WARPGROUPS

@@ -2,8 +2,8 @@
 
 A pair is a (token, expert) of the routing, numbered ``token * k + i``; with expert -1, it adds nothing. A program of
 the product computes ``W x^T`` for a tile of weight rows and a tile of pairs that share an expert. The weight is the
-left factor: Hopper's tensor cores need at least 64 rows there and as few as 8 on the right, where an expert has few
-pairs.
+left factor: Hopper's tensor cores need at least 64 rows on the left, and only 8 on the right, which holds an expert's
+few pairs.
 
 FP4 weights become bfloat16 by moving bits, their scale (a power of two) multiplied in: both exact, so the products sum
 up over all channels without rescaling. A byte holds an even and an odd channel; instead of interleaving them, even and

@@ -1,4 +1,4 @@
-"""Launches of `experts_hopper_kernel` and of the kernels around it: what `plan_experts` plans for Hopper."""
+"""Launches of `experts_hopper_kernel` and of the kernels around it, by the Hopper plans of `plan_experts`."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ def moe_select_kernel(rows, T, ROUTER: tl.constexpr):
         if rows.bias is not None:
             biased += tl.load(rows.bias + expert, mask=inside, other=0)
         if GROUPS > 1:
-            # a group counts as much as its two best experts together; experts of other groups than the kept ones get
-            # -inf and not 0: a biased score may be negative
+            # the score of a group is the sum of its two best experts' scores. Experts of dropped groups get -inf, not
+            # 0: a biased score may be negative
             group = expert // (E // GROUPS)
             g = tl.arange(0, GROUPS)
             members = tl.where((group[:, None] == g[None, :]) & inside[:, None], biased[:, None], float("-inf"))

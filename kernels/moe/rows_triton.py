@@ -15,7 +15,7 @@ from deepseek_attn.kernels.common.fp8 import quantize_groups
 
 
 class RowRouting(NamedTuple):
-    """The routing ``[T, k]``: experts, -1 for those of other ranks, and float32 weights."""
+    """The routing ``[T, k]``: experts, -1 for experts of other ranks, and float32 weights."""
 
     experts: Any
     weights: Any
@@ -97,7 +97,7 @@ def place_rows_kernel(
     # pairs of each expert: all, and those of earlier chunks
     count = tl.zeros((E_PADDED,), tl.int32)
     earlier = tl.zeros((E_PADDED,), tl.int32)
-    # num_stages: both loops load ahead what later rounds read
+    # num_stages: both loops load the data of later rounds ahead
     for begin in tl.range(0, chunks, 8, num_stages=4):
         other = begin + tl.arange(0, 8)[:, None]
         inside = (other < chunks) & (expert < E)[None, :]
@@ -211,7 +211,7 @@ def _quantized_row(x_row, K: tl.constexpr, BLOCK: tl.constexpr, POW2: tl.constex
     start = tl.program_id(1) * BLOCK
     channel = start + tl.arange(0, BLOCK)
     x = tl.load(x_row + channel).to(tl.float32)
-    # transposed, words of a thread of the product stand for 32 consecutive channels, those of one FP4 scale
+    # transposed: a product thread's words then hold 32 consecutive channels, which share an FP4 scale
     values, scale = quantize_groups(tl.reshape(x, (GROUPS, 128)), POW2, True, tl.float8e4nv)
     values = tl.reshape(tl.permute(tl.reshape(values, (GROUPS, 4, 8, 4)), (0, 2, 1, 3)), (BLOCK,))
     return values, scale, channel, start // 128 + tl.arange(0, GROUPS)

@@ -13,7 +13,7 @@ from deepseek_attn.kernels.common.quant import InputFormat
 class ExpertGroups(NamedTuple):
     """Group-limited routing: experts come from the ``kept`` best of ``num_groups`` groups of consecutive experts.
 
-    A group counts as much as its two best experts together, bias included.
+    The score of a group is the sum of its two best experts' scores, bias included.
     """
 
     num_groups: int
@@ -47,7 +47,7 @@ class ExpertStack(NamedTuple):
     Attributes:
         weight: ``[E, out, in]`` of a float dtype; or float8_e4m3fn; or packed FP4, uint8 ``[E, out, in / 2]``.
         scale: float32 ``[E, ceil(out / group), ceil(in / group)]`` of FP8 weights, e8m0 bytes ``[E, out, in / 32]`` of
-            FP4 ones; None for plain weights. ``group`` is that of the `InputFormat`.
+            FP4 weights; None for plain weights. ``group`` is `InputFormat.group`.
         exponent: uint8 ``[E, out]`` from `row_exponents`, for FP4 weights that FP8 tensor cores can multiply exactly.
     """
 
@@ -70,7 +70,7 @@ class ExpertsPass(NamedTuple):
     """Arguments of one pass of `moe_experts`; rows of ``x`` and ``add`` have contiguous channels.
 
     Attributes:
-        out: contiguous ``[T, D]``, the sum; the others are those of `moe_experts`.
+        out: contiguous ``[T, D]``, the sum. All other attributes: arguments of `moe_experts`.
     """
 
     x: Tensor

@@ -14,8 +14,8 @@ __all__ = ["INVALID_TOKEN", "AcceptedDrafts", "accept_drafts", "greedy_tokens"]
 def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tensor, verify: bool) -> AcceptedDrafts:
     """The newest token of each request, which comes after its last row, or after its last right draft.
 
-    A request's first row is its newest token so far, the others are drafts. A draft is right if it is the token chosen
-    after the row before it, and all drafts before it are right.
+    A request's first row is its newest token so far, later rows are drafts. A draft is accepted if it is the token
+    chosen after the previous row, and all drafts before it are accepted.
 
     Args:
         token_ids, chosen: int64 ``[B * n]``, ``n`` rows of each request: its tokens, and those chosen after them.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 
-INVALID_TOKEN = -1  # in place of a token where a row of logits is broken
+INVALID_TOKEN = -1  # replaces a token if its row of logits is broken
 
 
 def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:

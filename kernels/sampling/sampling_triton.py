@@ -20,7 +20,7 @@ def accept_drafts_kernel(
     first, row = request.to(tl.int64) * ROWS, tl.arange(0, WIDTH)
     last = count
     if VERIFY:
-        # the first row whose draft is wrong, or that has none: all drafts before it are right
+        # the first row with a wrong draft or without one: all drafts before it are accepted
         draft = row < count
         same = tl.load(token_ids + first + row + 1, mask=draft, other=0) == tl.load(
             chosen + first + row, mask=draft, other=0

@@ -11,8 +11,9 @@ class AcceptedDrafts(NamedTuple):
     """The newest token of each request; int64 ``[B]`` each.
 
     Attributes:
-        last_rows: the row that it was chosen after; next_ids: the token, 0 in place of `INVALID_TOKEN`.
-        next_starts: its position.
+        last_rows: the row after which the token was chosen.
+        next_ids: the token; 0 replaces `INVALID_TOKEN`.
+        next_starts: the token's position.
     """
 
     last_rows: Tensor
