@@ -2,7 +2,8 @@
 
 A line is ``{"index": 3, "request": "4f0c...", "text": ..., "token_ids": ..., "finish_reason": ...}``. Behind the index
 stands the ``id`` of a prompt that has one; a prompt that failed has an ``error``. Lines stand in the order in which
-prompts end; ``index`` counts the prompts of the input from 0. ``request`` is a digest of the prompt, its id, and the
+prompts end; ``index`` counts the prompts of the input from 0. With ``n`` completions of a prompt, ``others`` are those
+after the first. ``request`` is a digest of the prompt, its id, and the
 settings of chat and sampling, by which ``--resume`` knows that a line is of the same request.
 """
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from deepseek_attn.layers.parallel import Parallel
 
 BEGINNING = b'{"index": '  # of every line
+DEFAULTS = asdict(SamplingParams())
 
 
 @contextmanager
@@ -127,20 +129,17 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
 
     def _digest(self, line: PromptLine) -> str:
         chat = [self._args.system, self._args.thinking, self._args.allow_special] if self._args.chat else None
-        asked = json.dumps([line.prompt, chat, asdict(line.params), line.id])
+        # a field that nobody set does not count, so that lines stay valid when there are more fields
+        given = {name: value for name, value in asdict(line.params).items() if value != DEFAULTS[name]}
+        asked = json.dumps([line.prompt, chat, given, line.id])
         return blake2b(asked.encode(), digest_size=8).hexdigest()
 
     def write(self, index: int, completion: Completion) -> None:
         """Writes the line of a prompt that is done."""
-        fields = {
-            **self._heads.pop(index),
-            "text": completion.text,
-            "token_ids": completion.token_ids,
-            "finish_reason": completion.finish_reason,
-        }
-        if completion.error:
-            fields["error"] = completion.error
-            self.errors += 1
+        fields = {**self._heads.pop(index), **result(completion)}
+        if completion.others:
+            fields["others"] = [result(other) for other in completion.others]
+        self.errors += any(output.error is not None for output in completion.outputs)
         line = json.dumps(fields, ensure_ascii=False)
         if self._out is not None:
             self._out.append(line)
@@ -156,6 +155,16 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
         if self._heads:
             say(f"{len(self._heads)} prompts have no line; --resume goes on with them")
         return int(self.errors > 0 or bool(self._heads))
+
+
+def result(completion: Completion) -> dict[str, Any]:
+    """Fields of a line that a completion fills."""
+    fields = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+    }
+    return fields if completion.error is None else fields | {"error": completion.error}
 
 
 def complete_all(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from deepseek_attn.cli.terminal import say, show
 
 if TYPE_CHECKING:
-    from deepseek_attn.engine.llm import LLM, TextStream
+    from deepseek_attn.engine.llm import LLM, Prompt, TextStream
     from deepseek_attn.engine.request import Completion
     from deepseek_attn.engine.sampling import SamplingParams
 
@@ -27,6 +27,18 @@ def show_answer(stream: TextStream, llm: LLM) -> Completion:
             limit = f"--max-model-len {llm.runner.layout.max_model_len}"
         say(f"finish_reason: length ({limit})")
     return completion
+
+
+def show_completions(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+    """Prints the ``n`` completions of a prompt, each after its number on standard error."""
+    from deepseek_attn.engine.request import RequestFailed
+
+    [first] = llm.generate([prompt], params, progress=True)
+    for number, completion in enumerate(first.outputs, 1):
+        if completion.error is not None:
+            raise RequestFailed(completion.error)
+        say(f"{number} of {params.n} ({completion.finish_reason}):")
+        show(completion.text)
 
 
 def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:

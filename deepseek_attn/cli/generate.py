@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepseek_attn.cli.conversation import converse, show_answer
+from deepseek_attn.cli.conversation import converse, show_answer, show_completions
 from deepseek_attn.cli.load_report import add_report_option, show_report
 from deepseek_attn.cli.observe import add_observe_options, observed
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, read_text, runner_options
@@ -86,7 +86,50 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="sample from the most likely tokens up to this probability mass (default: 1)",
     )
+    sampling.add_argument(
+        "--min-p", type=float, help="drop tokens less likely than this share of the most likely one's (default: 0)"
+    )
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="above 1: tokens of the prompt and the output become less likely (default: 1)",
+    )
+    sampling.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtracted from the logits of tokens that the output has (default: 0)",
+    )
+    sampling.add_argument(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtracted from a token's logit for each time that the output has it (default: 0)",
+    )
+    sampling.add_argument(
+        "--logit-bias",
+        type=bias,
+        action="append",
+        default=[],
+        metavar="ID=X",
+        help="added to the logit of this token; repeatable",
+    )
+    sampling.add_argument(
+        "--allowed-token-ids", type=numbers, metavar="IDS", help="comma-separated token ids: no others come"
+    )
+    sampling.add_argument(
+        "--bad-word", type=str, action="append", default=[], metavar="TEXT", help="never complete this word; repeatable"
+    )
     sampling.add_argument("--seed", type=int, help="makes sampling reproducible")
+    sampling.add_argument(
+        "--n", type=int, default=1, help="completions of each prompt, with different random numbers (default: 1)"
+    )
+    sampling.add_argument(
+        "--min-tokens", type=int, default=0, metavar="N", help="no end before this many new tokens (default: 0)"
+    )
     sampling.add_argument(
         "--stop", type=str, action="append", default=[], metavar="TEXT", help="stop before this text; repeatable"
     )
@@ -94,6 +137,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--stop-token-id", action="append", type=int, default=[], metavar="ID", help="stop after this token; repeatable"
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
+    sampling.add_argument(
+        "--include-stop-str-in-output", action="store_true", help="the text ends with the stop string, not before it"
+    )
+    sampling.add_argument("--keep-special-tokens", action="store_true", help="special tokens are part of the text")
     parser.add_argument(
         "--speculate",
         type=int,
@@ -144,7 +191,10 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
             prompt, explanation = llm.chat_prompt(messages(args, prompt), args.thinking, args.allow_special)
             say(f"chat: {explanation}")
         try:
-            show_answer(llm.stream(prompt, params, progress=True), llm)
+            if params.n > 1:
+                show_completions(llm, prompt, params)
+            else:
+                show_answer(llm.stream(prompt, params, progress=True), llm)
         except RequestFailed as error:
             say(f"\ndeepseek-attn generate: the request failed: {error}")
             return 1
@@ -163,7 +213,27 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         stop=tuple(args.stop),
         stop_token_ids=tuple(args.stop_token_id),
         ignore_eos=args.ignore_eos,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        logit_bias=dict(args.logit_bias),
+        allowed_token_ids=args.allowed_token_ids,
+        bad_words=args.bad_word,
+        min_tokens=args.min_tokens,
+        n=args.n,
+        include_stop_str_in_output=args.include_stop_str_in_output,
+        skip_special_tokens=not args.keep_special_tokens,
     )
+
+
+def bias(text: str) -> tuple[int, float]:
+    """The token id and the number of ``ID=X``."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a token id and a number, such as 42=-1.5") from None
 
 
 def is_conversation(args: argparse.Namespace) -> bool:
@@ -193,6 +263,8 @@ def check_flags(args: argparse.Namespace) -> None:
         problems.append("--out is for the lines of --prompts")
     if args.resume and args.out is None:
         problems.append("--resume goes on from the lines of --out: name that file")
+    if args.n > 1 and is_conversation(args):
+        problems.append("--n: an answer in a conversation is one: use --prompt or --messages")
     if args.tensor_parallel > 1 and is_conversation(args):
         problems.append(
             "a conversation on a terminal is one process: with --tensor-parallel, use --prompt or --messages"

@@ -157,7 +157,7 @@ def parse_object(fields: dict[str, Any], params: SamplingParams) -> PromptLine:
             'it is a line of an OpenAI batch: write {"id": ..., "messages": [...], "max_tokens": ...}, with its '
             "custom_id as the id and the keys of its body that are named so here"
         )
-    sampling = [field.name for field in dataclasses.fields(params)]
+    sampling = [field.name for field in dataclasses.fields(params) if field.name != "logits_processors"]
     unknown = fields.keys() - {*KINDS, "id", *sampling}
     if unknown:
         raise ValueError(

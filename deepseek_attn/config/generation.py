@@ -16,8 +16,6 @@ from deepseek_attn.utils.json_files import read_json
 GENERATION_FILE = "generation_config.json"
 # Keys of transformers' GenerationConfig that change which tokens come and that nothing here does -> without effect.
 NOT_APPLIED = {
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "typical_p": (1,),
     "num_beams": (1,),
     "no_repeat_ngram_size": (0,),
@@ -44,6 +42,8 @@ class GenerationConfig:
     top_k: int | None = None
     top_p: float | None = None
     max_tokens: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
     @classmethod
     def from_pretrained(cls, directory: Path, config: AnyConfig) -> GenerationConfig:
@@ -69,6 +69,8 @@ class GenerationConfig:
             reader.integer("top_k", None, minimum=0),
             reader.number("top_p", None),
             reader.integer("max_new_tokens", None),
+            read_min_p(reader),
+            reader.number("repetition_penalty", None),
         )
         if found.top_p is not None and found.top_p > 1:
             reader.problem(f"top_p is {found.top_p}: expected a number in (0, 1]")
@@ -82,8 +84,7 @@ class GenerationConfig:
     @property
     def sampling(self) -> dict[str, Any]:
         """Fields of `SamplingParams` that the file sets."""
-        values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if name != "eos_token_ids" and value is not None}
 
 
 def read_eos(reader: FieldReader, config: AnyConfig) -> tuple[int, ...] | None:
@@ -91,6 +92,14 @@ def read_eos(reader: FieldReader, config: AnyConfig) -> tuple[int, ...] | None:
         return None
     eos = read_tokens(reader, config.vocab_size)["eos_token_id"]
     return eos if isinstance(eos, tuple) else (eos,)
+
+
+def read_min_p(reader: FieldReader) -> float | None:
+    value = reader.value("min_p", None)
+    if value is None or (type(value) in (int, float) and 0 <= value <= 1):
+        return value
+    reader.problem(f"min_p is {value!r:.60}: expected a number in [0, 1]")
+    return None
 
 
 def read_temperature(reader: FieldReader) -> float | None:

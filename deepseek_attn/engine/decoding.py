@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from deepseek_attn.engine.logits import NOTHING_LEFT, processed_logits
 from deepseek_attn.engine.request import Request
-from deepseek_attn.engine.sampling import sample
+from deepseek_attn.engine.sampling import sample_valid
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
 from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
 
@@ -80,29 +81,42 @@ class NextToken:
         """Called after a step that broke off: drafts are gone."""
 
     def accept(self, work: Work, output: StepOutput) -> Accepted:
-        """Chooses the tokens of requests that have none pending; one whose logits are broken fails alone."""
+        """Chooses the tokens of requests that have none pending; one without a next token fails alone."""
         if not any(is_ready(request) for request, _ in work):
             return Accepted()  # without waiting for the device
         if output.tokens is not None:
             chosen = zip(work, output.tokens(), strict=True)
             return accept_greedy({request: tokens for (request, _), tokens in chosen if is_ready(request)})
         ready = [(request, rows) for (request, _), rows in zip(work, output.logits, strict=True) if is_ready(request)]
-        try:
-            return Accepted(self._sample(ready))
-        except RuntimeError:
-            accepted = Accepted()
-            for pair in ready:
-                try:
-                    accepted.tokens |= self._sample([pair])
-                except RuntimeError as error:
-                    accepted.failures[pair[0]] = str(error)
-            return accepted
+        accepted = Accepted()
+        tokens = next_tokens(torch.cat([rows for _, rows in ready]), [(request, 0) for request, _ in ready])
+        for (request, _), token in zip(ready, tokens, strict=True):
+            if isinstance(token, str):
+                accepted.failures[request] = token
+            else:
+                accepted.tokens[request] = [token]
+        return accepted
 
-    def _sample(self, ready: list[tuple[Request, torch.Tensor]]) -> dict[Request, list[int]]:
-        requests = [request for request, _ in ready]
-        rows = torch.cat([rows for _, rows in ready])
-        tokens = sample(rows, [r.params for r in requests], [r.random_numbers() for r in requests]).tolist()
-        return {request: [token] for request, token in zip(requests, tokens, strict=True)}
+
+def next_tokens(logits: torch.Tensor, owners: list[tuple[Request, int]]) -> list[int | str]:
+    """The token after each row, or why there is none.
+
+    Args:
+        logits: float32 ``[B, vocab]``, which stays as it is.
+        owners: of each row, the request, and the number of drafts before the row.
+    """
+    rows = [request.logits_row(ahead) for request, ahead in owners]
+    allowed, failures = processed_logits(logits, rows)
+    generators = [request.random_numbers(ahead) for request, ahead in owners]
+    tokens: list[int | str] = sample_valid(allowed, [request.params for request, _ in owners], generators).tolist()
+    broken = [i for i, token in enumerate(tokens) if token == INVALID_TOKEN]
+    if broken:
+        finite = logits[broken].amax(-1).isfinite().tolist()
+        for i, is_finite in zip(broken, finite, strict=True):
+            tokens[i] = NOTHING_LEFT if is_finite else BROKEN_LOGITS
+    for i, failure in failures.items():
+        tokens[i] = failure
+    return tokens
 
 
 def accept_greedy(chosen: dict[Request, list[int]]) -> Accepted:
@@ -117,8 +131,8 @@ def accept_greedy(chosen: dict[Request, list[int]]) -> Accepted:
 
 
 def all_greedy(work: Work, runner: ModelRunner) -> bool:
-    """Whether the runner chooses the tokens: where decode steps do so, and no request draws random numbers."""
-    return runner.graphs is not None and all(request.params.greedy for request, _ in work)
+    """Whether the runner chooses the tokens: where decode steps do so, and all requests take the model's likeliest."""
+    return runner.graphs is not None and all(r.params.greedy and not r.processes_logits for r, _ in work)
 
 
 def leaves_snapshot(runner: ModelRunner, request: Request, n: int) -> bool:

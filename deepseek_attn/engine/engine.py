@@ -92,6 +92,10 @@ class Engine:
 
         Args:
             index: with a seed in ``params``, requests of different index draw different random numbers.
+
+        Returns:
+            The request. `Request.others` has those of the prompt's other completions, if ``params.n`` is more than 1;
+            outputs come for each of them.
         """
         try:
             request = Request.create(self.runner, self.tokenizer, prompt, params, index)
@@ -123,23 +127,29 @@ class Engine:
         if request.sequence.manager is not self.runner.manager:
             raise ValueError("the request was made for another runner: make it with this engine's (Engine.runner)")
         with self._whole():
-            request.keys = BlockKeys(self.runner.layout.snapshot_block, lookahead=int(self.decoder.mtp))
-            request.caller = caller
-            self.scheduler.waiting[request] = None
-            if reason := self.scheduler.never_fits(request):
-                self._fail(request, reason)
+            for each in request.group:
+                each.keys = BlockKeys(self.runner.layout.snapshot_block, lookahead=int(self.decoder.mtp))
+                each.caller = caller
+                self.scheduler.waiting[each] = None
+                if reason := self.scheduler.never_fits(each):
+                    self._fail(each, reason)
         return request
 
     @in_turn
     def cancel(self, request: Request) -> bool:
         """Ends a request and frees all it holds, between two steps; False if it had ended already.
 
-        A request that was never submitted ends too, and cannot be submitted any more. A call from within a step (by a
-        hook or a signal handler) takes effect when the step has ended.
+        With the first of ``n`` completions of a prompt the others end too. A request that was never submitted also
+        ends, and cannot be submitted any more. A call from within a step (by a hook or a signal handler) takes effect
+        when the step has ended.
 
         Raises:
             ValueError: a request of another engine.
         """
+        ended = [self._cancel(each) for each in request.group]
+        return any(ended)
+
+    def _cancel(self, request: Request) -> bool:
         if request.finished:
             return False
         submitted = request.keys is not None
@@ -180,7 +190,7 @@ class Engine:
                     more = request is not END
                     if not isinstance(request, Request):
                         break
-                    held[request] = None
+                    held |= dict.fromkeys(request.group)
                     self._take_over(request, caller)
                 if held:
                     outputs = self._take_outputs(caller)
@@ -221,12 +231,13 @@ class Engine:
         if not request.finished and request not in self.scheduler:
             self._submit(request, caller)
             return
-        if not request.finished and request.caller is not self._steppers:
-            raise ValueError("the request is part of another run, which gets its outputs")
-        request.caller = caller
-        known = self._steppers.unreported.pop(request, None)
-        if known is not None or request.finished:
-            caller.unreported[request] = known or Unreported(request.num_generated)
+        for each in request.group:
+            if not each.finished and each.caller is not self._steppers:
+                raise ValueError("the request is part of another run, which gets its outputs")
+            each.caller = caller
+            known = self._steppers.unreported.pop(each, None)
+            if known is not None or each.finished:
+                caller.unreported[each] = known or Unreported(each.num_generated)
 
     def step(self) -> list[RequestOutput]:
         """Computes one batch: every decode, and as many prompt tokens as the budget leaves.
@@ -413,6 +424,8 @@ class Engine:
             self._remember(request)
             drafts, num_accepted = accepted.verified.get(request, (0, 0))
             self._report(request).computed += n - drafts + num_accepted
+            if request.others and not request.num_generated and request in accepted.tokens:
+                request.share_prompt()
             for token in accepted.tokens.get(request, []):
                 request.push(token)
                 stats.generated += 1

@@ -153,7 +153,8 @@ class LLM:
         Args:
             prompts: text (BOS is put in front) or token ids (used unchanged, in a list, a NumPy array or a tensor); or
                 a list of these. Of a two-dimensional array each row is a prompt, whole: nothing is taken for padding.
-            params: one for all prompts, or one each; default: the checkpoint's ``generation_config.json``.
+            params: one for all prompts, or one each; default: the checkpoint's ``generation_config.json``. With ``n``
+                above 1 a prompt's completion is its first, whose ``outputs`` are all of them.
             progress: show a bar over prompt and generated tokens, on a terminal.
 
         Raises:
@@ -169,7 +170,7 @@ class LLM:
         requests = [
             self._request(prompt, p, index) for index, (prompt, p) in enumerate(zip(listed, params, strict=True))
         ]
-        total = sum(request.prompt_length + request.params.max_tokens - 1 for request in requests)
+        total = sum(r.params.n * (r.prompt_length + r.params.max_tokens - 1) for r in requests)
         with tqdm(total=total, unit="tok", disable=None if progress else True) as bar:
             for outputs in self.engine.run(requests):
                 bar.update(sum(output.computed for output in outputs))
@@ -185,7 +186,7 @@ class LLM:
         max_in_flight: int | None = None,
         progress: bool = False,
     ) -> Generator[IndexedCompletion]:
-        """Completes any number of prompts and yields ``(index, completion)`` of each as soon as it is done.
+        """Completes any number of prompts and yields ``(index, completion)`` of each as soon as it is done: all ``n``.
 
         Prompts are taken as there is room for them, and nothing is kept of those that are done, so that memory is
         bounded by the requests in flight. A prompt that cannot be run, or fails, has an ``error``; the others go on.
@@ -242,7 +243,8 @@ class LLM:
             tokens, started = 0, time.perf_counter()
             for outputs in steps:
                 tokens += sum(len(output.token_ids) for output in outputs)
-                done = [output.request for output in outputs if output.finished]
+                ended = dict.fromkeys(output.request.first or output.request for output in outputs if output.finished)
+                done = [request for request in ended if all(each.finished for each in request.group)]
                 bar.set_postfix_str(f"{tokens / seconds_since(started):.0f} tok/s", refresh=False)
                 bar.update(len(done))
                 for request in done:
@@ -256,9 +258,12 @@ class LLM:
             progress: while a prompt of several steps is read, show a bar on the terminal; it is gone before the text.
 
         Raises:
-            ValueError: the prompt cannot be run. RequestFailed, from the stream: the request failed while it ran.
+            ValueError: the prompt cannot be run, or ``n`` is above 1. RequestFailed, from the stream: the request
+                failed while it ran.
         """
         request = self._request(prompt, checked_params(params), 0)
+        if request.others:
+            raise ValueError(f"n={request.params.n}: a stream is one text; use generate, or one stream per seed")
         return TextStream(self.engine, request, self._pieces(request, progress))
 
     def _pieces(self, request: Request, progress: bool) -> Generator[str]:

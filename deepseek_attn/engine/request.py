@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deepseek_attn.cache.prefix import BlockKeys
+from deepseek_attn.engine.logits import LogitsRow, LogitsRules, bad_word_ids
 from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, checked_params, make_generator
 from deepseek_attn.engine.stopping import StopChecker, with_stop_tokens
 from deepseek_attn.runner import ModelRunner, Sequence
@@ -27,7 +28,8 @@ class Completion:
         finish_reason: ``"stop"`` (EOS, stop token, stop string), ``"length"`` (max_tokens or max_model_len),
             ``"abort"`` (cancelled, or not finished) or ``"error"``.
         error: what went wrong, with finish_reason ``"error"``.
-        cached_tokens: prompt tokens that came from the prefix cache.
+        cached_tokens: prompt tokens that came from the prefix cache, or that the first of ``n`` completions computed.
+        others: with ``SamplingParams(n=...)``, the completions of the prompt after this first one.
     """
 
     prompt_token_ids: list[int]
@@ -38,6 +40,12 @@ class Completion:
     cached_tokens: int = 0
     reasoning: str = ""
     answer: str = ""
+    others: list[Completion] = field(default_factory=list)
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """All ``n`` completions of the prompt, this one first."""
+        return [self, *self.others]
 
 
 ENDED_FROM_OUTSIDE = ("abort", "error")
@@ -78,13 +86,15 @@ class Request:
     Attributes:
         prompt_token_ids: as given when it was refused, so that its completion can show them.
         thinking: the prompt ends within reasoning.
+        rules: how its logits are processed.
         text: a piece for each generated token, and one more if it was ended from outside.
         keys: names of its prefixes in the prefix cache.
         shared: tokens at its beginning that other requests had too; a step stops there once to leave a snapshot.
         kept_blocks: blocks of tokens that have been offered to the prefix cache.
-        cached_tokens: tokens that came from the prefix cache when it first started.
+        cached_tokens: tokens that came from the prefix cache, or from ``first``, when it first started.
         preemptions: number of times it was preempted.
         caller: the receiver of its outputs; None before it is submitted.
+        others: the requests of the other completions of the same prompt; ``first`` of these: this request.
     """
 
     _sequence: Sequence | None
@@ -94,6 +104,7 @@ class Request:
     _stop: StopChecker | None
     _new_stop: Callable[[], StopChecker] | None = None
     thinking: bool = False
+    rules: LogitsRules | None = None
     keys: BlockKeys | None = None
     text: list[str] = field(default_factory=list)
     finish_reason: str | None = None
@@ -103,6 +114,8 @@ class Request:
     cached_tokens: int = 0
     preemptions: int = 0
     caller: Caller | None = None
+    others: list[Request] = field(default_factory=list)
+    first: Request | None = None
 
     @classmethod
     def create(
@@ -113,10 +126,11 @@ class Request:
         params: SamplingParams | None,
         index: int = 0,
     ) -> Request:
-        """Checks the prompt and starts a sequence; nothing is computed yet.
+        """Checks the prompt and starts a sequence, and one for each of its other completions; nothing is computed yet.
 
         Raises:
-            ValueError: the prompt cannot be run, parameters of another type, or stop strings without a tokenizer.
+            ValueError: the prompt cannot be run, parameters of another type or with unknown token ids, or stop strings
+                without a tokenizer.
         """
         params = checked_params(params).resolved(runner.generation.sampling)
         unknown = [token for token in params.stop_token_ids if token >= runner.config.vocab_size]
@@ -126,15 +140,32 @@ class Request:
         stop_params, end_think = params, None
         if tokenizer is not None:
             stop_params, end_think = with_stop_tokens(params, tokenizer), tokenizer.token_id(END_THINK)
+        words = bad_word_ids(params.bad_words, tokenizer)
+        stop_ids = {*stop_params.stop_token_ids, *runner.eos_token_ids}
 
         def new_stop() -> StopChecker:
-            decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True) if tokenizer else None
+            decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
             return StopChecker(stop_params, runner.eos_token_ids, decoder, end_think)
 
-        stop, sequence = new_stop(), runner.sequence(prompt)
-        ids = list(sequence.token_ids)
+        ids = list(runner.sequence(prompt).token_ids)
         thinking = tokenizer is not None and is_thinking(ids, tokenizer)
-        return cls(sequence, ids, params, make_generator(params, index), stop, new_stop, thinking)
+        first, *others = [
+            cls(
+                runner.sequence(ids),
+                ids,
+                params,
+                make_generator(params, index, completion),
+                new_stop(),
+                new_stop,
+                thinking,
+                LogitsRules(params, words, stop_ids, runner.config.vocab_size),
+            )
+            for completion in range(params.n)
+        ]
+        first.others = others
+        for other in others:
+            other.first = first
+        return first
 
     @classmethod
     def refused(cls, prompt: TokenIds, error: str) -> Request:
@@ -145,6 +176,25 @@ class Request:
             prompt = []
         params = SamplingParams()
         return cls(None, prompt, params, make_generator(params), None, finish_reason="error", error=error)
+
+    @property
+    def group(self) -> tuple[Request, ...]:
+        """The requests of all completions of a prompt, if this is the first of them, else only this one."""
+        return (self, *self.others)
+
+    @property
+    def waits_for_prompt(self) -> bool:
+        """Whether the first request of its prompt has yet to compute the prompt, which this one will share."""
+        first = self.first
+        return first is not None and not (self.sequence.num_computed or first.num_generated or first.finished)
+
+    def share_prompt(self) -> None:
+        """Gives the other completions of the prompt its caches, but for the last token: they need its logits."""
+        for other in self.others if self.prompt_length > 1 else ():
+            if not (other.finished or other.num_generated or other.sequence.num_computed):
+                sequence = other.sequence
+                sequence.cache = sequence.manager.fork(self.sequence.cache)
+                sequence.manager.truncate(sequence.cache, self.prompt_length - 1)
 
     @property
     def sequence(self) -> Sequence:
@@ -199,13 +249,24 @@ class Request:
         generator.position = self.num_generated + ahead
         return generator
 
+    @property
+    def processes_logits(self) -> bool:
+        """Whether its next token is not chosen from the model's logits as they are."""
+        return self.rules is not None and self.rules.apply_to(self.num_generated)
+
+    def logits_row(self, ahead: int = 0) -> LogitsRow:
+        """The row after its confirmed tokens and ``ahead`` drafts."""
+        rules = self.rules if self.processes_logits else None
+        confirmed = self.confirmed_length
+        return LogitsRow(rules, self.sequence.token_ids, self.prompt_length, confirmed, confirmed + ahead)
+
     def push(self, token_id: int) -> None:
         """Takes one sampled token, when there are no drafts. Frees the caches at the end."""
         self.sequence.token_ids.append(token_id)
         self.text.append(self._push_stop(self.stop, token_id))
         if self.stop.reason is not None:
             self.finish_reason = self.stop.reason
-            self.sequence.free()
+            self._free()
 
     def _push_stop(self, stop: StopChecker, token_id: int) -> str:
         """The text that is certain after one more token, which from then on counts as generated."""
@@ -229,15 +290,20 @@ class Request:
         self.finish_reason = self.finish_reason or self.stop.reason
         sequence = self.sequence
         if self.finished:
-            sequence.free()
+            self._free()
         else:  # the last token at least is computed again, for its logits; of a step that broke off, all are
             sequence.manager.truncate(sequence.cache, min(sequence.num_computed, self.confirmed_length - 1))
         self.drop_drafts()
 
     def release(self) -> None:
         """Frees the caches and removes drafts; the other tokens stay."""
-        self.sequence.free()
+        self._free()
         self.drop_drafts()
+
+    def _free(self) -> None:
+        self.sequence.free()
+        if self.rules is not None:
+            self.rules.forget()
 
     def drop_drafts(self) -> None:
         """Removes drafts that no step has verified."""
@@ -258,6 +324,7 @@ class Request:
             self.error,
             self.cached_tokens,
             *split_reply(text, self.thinking, self.marks),
+            [other.completion() for other in self.others],
         )
 
 

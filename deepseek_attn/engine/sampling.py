@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
+from deepseek_attn.kernels.sampling import INVALID_TOKEN
 from deepseek_attn.utils.tracing import traced
 
 WEIGHT_BITS = 44  # weights are integers up to 2**44; the sum over a vocabulary of 2**18 stays below 2**63
@@ -19,15 +20,25 @@ ELEMENTS_PER_BLOCK = 1 << 22  # rows are processed in blocks of about this many 
 MASK64 = (1 << 64) - 1
 
 
-DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_tokens": DEFAULT_MAX_TOKENS}
+DEFAULTS = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "max_tokens": DEFAULT_MAX_TOKENS,
+}
+MAX_BIAS = 100.0  # of a token, as in OpenAI's API
+MAX_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    Where temperature, top_k, top_p or max_tokens is None, a request takes the value of the checkpoint's
-    ``generation_config.json``. Without a value there: temperature 1, all tokens, and 256 new tokens.
+    Names and meanings are vLLM's. Where temperature, top_k, top_p, min_p, repetition_penalty or max_tokens is None, a
+    request takes the value of the checkpoint's ``generation_config.json``. Without a value there: temperature 1, all
+    tokens, no penalty, and 256 new tokens. `engine.logits` has the order in which logits are processed.
 
     Attributes:
         temperature: logits are divided by it; 0 is greedy (the lowest index wins ties).
@@ -38,6 +49,22 @@ class SamplingParams:
         stop_token_ids: tokens that end the request, besides EOS.
         stop: strings that end the request; the text ends before the string. A single string is accepted.
         ignore_eos: continue after EOS (benchmarks).
+        min_p: drop tokens less likely than ``min_p`` times the most likely one; before top-k and top-p.
+        repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, others multiplied.
+        presence_penalty: subtracted from the logits of tokens that the output has.
+        frequency_penalty: subtracted from a token's logit once for each time that the output has it.
+        logit_bias: added to the logits of these token ids.
+        allowed_token_ids: no other tokens come; None: all may.
+        bad_words: words (text, or a list of token ids) whose last token never comes after the others in the output. A
+            list of a single token id bans that token.
+        min_tokens: neither EOS nor a stop token comes, and no stop string counts, before this many new tokens.
+        n: completions of the prompt, each with random numbers of its own: `Completion.outputs`.
+        include_stop_str_in_output: the text ends with the stop string, or with the text of the stop token.
+        skip_special_tokens: leave special tokens out of the text.
+        logits_processors: functions of ``(output token ids, row)``, or of ``(prompt token ids, output token ids,
+            row)``, that return the row to sample from, in order. The row is float32 ``[vocab]`` on the model's device,
+            a copy that may be changed. The result must depend on the arguments alone: with drafts, a function is also
+            called for outputs that do not come about.
 
     Raises:
         ValueError: listing every parameter that is out of range.
@@ -51,11 +78,29 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    n: int = 1
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logits_processors: tuple[Callable[..., torch.Tensor], ...] = ()
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        for name, value in (
+            ("stop", _one_or_several(self.stop, str)),
+            ("stop_token_ids", _as_tuple(self.stop_token_ids)),
+            ("logit_bias", _with_integer_keys(self.logit_bias)),
+            ("allowed_token_ids", _as_tuple(self.allowed_token_ids)),
+            ("bad_words", _as_words(self.bad_words)),
+            ("logits_processors", _one_or_several(self.logits_processors, Callable)),
+        ):
+            object.__setattr__(self, name, value)
         given = {name: value for name, value in vars(self).items() if value is not None or name not in DEFAULTS}
         problems = [f"{name}={given[name]!r}: {rule}" for name, ok, rule in self._rules() if name in given and not ok]
         if problems:
@@ -63,28 +108,73 @@ class SamplingParams:
 
     def _rules(self):
         temperature_ok = _is_real(self.temperature) and 0 <= self.temperature < math.inf
-        ids, strings = self.stop_token_ids, self.stop
+        penalty = self.repetition_penalty
+        strings, bias, words = self.stop, self.logit_bias, self.bad_words
+        min_ok, max_ok = _is_int(self.min_tokens) and self.min_tokens >= 0, _is_int(self.max_tokens)
+        n_ok = _is_int(self.n) and self.n >= 1
+        penalty_rule = f"must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}] (0: no penalty)"
         return [
             ("temperature", temperature_ok, "must be a finite number >= 0 (0 is greedy)"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "must be an integer >= 0 (0 keeps all tokens)"),
             ("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "must be in (0, 1] (1 keeps all tokens)"),
-            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "must be an integer >= 1"),
+            ("min_p", _is_real(self.min_p) and 0 <= self.min_p <= 1, "must be in [0, 1] (0 keeps all tokens)"),
+            (
+                "repetition_penalty",
+                _is_real(penalty) and 0 < penalty < math.inf,
+                "must be a finite number > 0 (1: no penalty)",
+            ),
+            ("presence_penalty", _is_within(self.presence_penalty, MAX_PENALTY), penalty_rule),
+            ("frequency_penalty", _is_within(self.frequency_penalty, MAX_PENALTY), penalty_rule),
+            (
+                "logit_bias",
+                isinstance(bias, Mapping)
+                and all(_is_int(i) and i >= 0 and _is_within(b, MAX_BIAS) for i, b in bias.items()),
+                f"must map token ids to numbers in [-{MAX_BIAS:g}, {MAX_BIAS:g}]; bad_words=[[id]] bans a token",
+            ),
+            (
+                "allowed_token_ids",
+                self.allowed_token_ids is None or (_are_ids(self.allowed_token_ids) and self.allowed_token_ids),
+                "must be None or token ids, integers >= 0, at least one",
+            ),
+            (
+                "bad_words",
+                isinstance(words, tuple)
+                and all(word.strip() if isinstance(word, str) else word and _are_ids(word) for word in words),
+                "must be words: text that is not blank, or lists of token ids",
+            ),
+            ("max_tokens", max_ok and self.max_tokens >= 1, "must be an integer >= 1"),
+            ("min_tokens", min_ok, "must be an integer >= 0"),
+            (
+                "min_tokens",
+                not (min_ok and max_ok) or self.min_tokens <= self.max_tokens,
+                f"must be at most max_tokens={self.max_tokens}",
+            ),
+            ("n", n_ok, "must be an integer >= 1"),
+            (
+                "n",
+                not n_ok or self.n == 1 or self.temperature != 0,
+                "must be 1 with temperature 0: greedy completions of a prompt are all the same",
+            ),
             (
                 "seed",
                 self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MASK64),
                 "must be None or in [0, 2**64)",
             ),
-            (
-                "stop_token_ids",
-                isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids),
-                "must be token ids, integers >= 0",
-            ),
+            ("stop_token_ids", _are_ids(self.stop_token_ids), "must be token ids, integers >= 0"),
             (
                 "stop",
                 isinstance(strings, tuple) and all(isinstance(s, str) and s for s in strings),
                 "must be a non-empty string or several",
             ),
-            ("ignore_eos", isinstance(self.ignore_eos, bool), "must be True or False"),
+            (
+                "logits_processors",
+                isinstance(self.logits_processors, tuple) and all(map(callable, self.logits_processors)),
+                "must be functions",
+            ),
+            *(
+                (name, isinstance(getattr(self, name), bool), "must be True or False")
+                for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+            ),
         ]
 
     def resolved(self, defaults: Mapping[str, Any] = DEFAULTS) -> SamplingParams:
@@ -123,25 +213,26 @@ class CounterGenerator:
         return (_mix64(self.key + self.position * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
 
 
-def make_generator(params: SamplingParams, request_index: int = 0) -> CounterGenerator:
+def make_generator(params: SamplingParams, request_index: int = 0, completion: int = 0) -> CounterGenerator:
     """Random numbers of one request.
 
-    With a seed, the stream is a function of (seed, ``request_index``): requests of one call that share their
-    parameters get different streams, and each is reproducible. Without a seed, every call gives a fresh stream.
+    With a seed, the stream is a function of (seed, ``request_index``, ``completion``): requests of one call that share
+    their parameters, and the n completions of a prompt, get different streams, and each is reproducible. Without a
+    seed, every call gives a fresh stream.
     """
     if params.seed is None:
         return CounterGenerator(secrets.randbits(64))
-    return CounterGenerator(_mix64(_mix64(params.seed) + request_index * 0xD1342543DE82EF95))
+    key = _mix64(_mix64(params.seed) + request_index * 0xD1342543DE82EF95)
+    return CounterGenerator(_mix64(key + completion * 0xAF251AF3B0F025B5) if completion else key)
 
 
-@traced("sample")
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[CounterGenerator | None]
 ) -> torch.Tensor:
     """Choose the next token of each row.
 
-    Order: temperature, then top-k, then top-p over the remaining ones. Exactly ``top_k`` tokens are kept and ties go to
-    the lower index; at least one token always is.
+    Order: temperature, then min-p, top-k, and top-p over the remaining ones. Exactly ``top_k`` tokens are kept and ties
+    go to the lower index; at least one token always is. Nothing else of ``params`` is applied.
 
     Args:
         logits: ``[B, vocab]`` float32; -inf masks a token.
@@ -160,12 +251,28 @@ def sample(
         order of addition: a row's token depends on the row, its parameters and its generator, never on the batch
         around it. Tokens less likely than 2**-45 of the likeliest are never drawn.
     """
+    tokens = sample_valid(logits, params, generators)
+    broken = tokens == INVALID_TOKEN
+    if broken.any():
+        raise RuntimeError(
+            f"cannot sample from logits rows {broken.nonzero().flatten().tolist()}: they hold NaN or +inf, or every "
+            "token is masked with -inf; the model's output is broken at these rows, so check the weights and the "
+            "numerics preset"
+        )
+    return tokens
+
+
+@traced("sample")
+def sample_valid(
+    logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[CounterGenerator | None]
+) -> torch.Tensor:
+    """`sample` that waits for no device: `INVALID_TOKEN` for a row that holds NaN or +inf, or nothing but -inf."""
     _check(logits, params, generators)
     params = [p.resolved() for p in params]
     if not params:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     peak = logits.amax(dim=-1)  # NaN if any is NaN
-    _require_finite(peak)
+    valid = peak.isfinite()
     tokens = logits.argmax(dim=-1)  # the first of equal maxima
     plain = [i for i, p in enumerate(params) if not p.greedy and not p.top_k and p.top_p == 1]
     filtered = [i for i, p in enumerate(params) if not p.greedy and (p.top_k or p.top_p < 1)]
@@ -176,8 +283,10 @@ def sample(
             row_params = [params[i] for i in chosen]
             uniform = _column([generators[i].uniform() for i in chosen], logits)
             index = torch.tensor(chosen, device=logits.device, dtype=torch.int64)
-            tokens[index] = draw(logits[index], peak[index, None], row_params, uniform)
-    return tokens
+            usable = valid[index, None]
+            row_logits, row_peak = logits[index].where(usable, 0.0), peak[index, None].where(usable, 0.0)
+            tokens[index] = draw(row_logits, row_peak, row_params, uniform)
+    return tokens.where(valid, INVALID_TOKEN)
 
 
 def _draw_plain(logits, peak, params, uniform) -> torch.Tensor:
@@ -200,10 +309,13 @@ def _draw_filtered(logits, peak, params, uniform) -> torch.Tensor:
 
 
 def _weights(logits, peak, params) -> torch.Tensor:
-    """``exp((logits - peak) / temperature)`` as int64 fixed point."""
+    """``exp((logits - peak) / temperature)`` as int64 fixed point; 0 where it is below min-p."""
     temperature = _column([p.temperature for p in params], logits)
     scaled = (logits.double() - peak.double()) / temperature
-    return (scaled.exp_() * 2.0**WEIGHT_BITS).round_().to(torch.int64)
+    weights = scaled.exp_()
+    if any(p.min_p for p in params):
+        weights.masked_fill_(weights < _column([p.min_p for p in params], logits), 0.0)
+    return (weights * 2.0**WEIGHT_BITS).round_().to(torch.int64)
 
 
 def _pick(mass: torch.Tensor, total: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -232,16 +344,6 @@ def _check(logits, params, generators) -> None:
         raise ValueError(f"rows {missing} have a temperature > 0 but no generator; use make_generator(params, index)")
 
 
-def _require_finite(peak: torch.Tensor) -> None:
-    bad = ~peak.isfinite()
-    if bad.any():
-        rows = bad.nonzero().flatten().tolist()
-        raise RuntimeError(
-            f"cannot sample from logits rows {rows}: they hold NaN or +inf, or every token is masked with -inf; the "
-            "model's output is broken at these rows, so check the weights and the numerics preset"
-        )
-
-
 def _mix64(value: int) -> int:
     """splitmix64's output function."""
     value &= MASK64
@@ -252,6 +354,32 @@ def _mix64(value: int) -> int:
 
 def _as_tuple(value):
     return tuple(value) if isinstance(value, (list, set, frozenset, range)) else value
+
+
+def _one_or_several(value, kind):
+    """A tuple of one value of a kind, or of several; of none for None."""
+    return () if value is None else (value,) if isinstance(value, kind) else _as_tuple(value)
+
+
+def _as_words(value):
+    """Bad words; a list of token ids becomes a tuple."""
+    words = _one_or_several(value, str)
+    return tuple(map(_as_tuple, words)) if isinstance(words, tuple) else words
+
+
+def _with_integer_keys(value):
+    """A bias with the keys of a JSON object as integers; anything else, or a wrong key, as it is."""
+    if not isinstance(value, Mapping):
+        return {} if value is None else value
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
+
+
+def _are_ids(value) -> bool:
+    return isinstance(value, tuple) and all(_is_int(i) and i >= 0 for i in value)
+
+
+def _is_within(value, limit: float) -> bool:
+    return _is_real(value) and -limit <= value <= limit
 
 
 def _is_int(value) -> bool:

@@ -89,13 +89,24 @@ class Scheduler:
     @property
     def has_candidate(self) -> bool:
         """Whether a waiting request could start if there are pages for it."""
-        return bool(self.waiting) and len(self.running) < self.layout.max_num_seqs
+        return self._candidate() is not None
+
+    def _candidate(self) -> Request | None:
+        """The next request to start: the first that does not wait for a prompt that another request computes.
+
+        Requests that do keep the places of running requests that they will need.
+        """
+        for place, request in enumerate(self.waiting, len(self.running)):
+            if place >= self.layout.max_num_seqs:
+                return None
+            if not request.waits_for_prompt:
+                return request
+        return None
 
     @traced("schedule")
     def admit(self, stats: StepStats) -> None:
         """Starts waiting requests, in order, while there are enough pages."""
-        while self.waiting and len(self.running) < self.layout.max_num_seqs:
-            request = next(iter(self.waiting))
+        while (request := self._candidate()) is not None:
             match = self._match(request)
             if self.running and not self._fits(request, match):
                 return
@@ -106,20 +117,21 @@ class Scheduler:
             self._start(request, match, stats)
 
     def _start(self, request: Request, match: Match, stats: StepStats) -> None:
-        """Gives a request that has nothing in the caches the prefix that was found for it."""
+        """Gives a request that has nothing in the caches the prefix that was found for it; counts what it has."""
         if match.snapshot is not None:
             try:
                 request.sequence.cache = self.prefixes.start(match)
             except OutOfPages:  # sequences outside of the engine hold every state page
                 match = Match(seen=match.seen)
         request.shared = match.seen
-        request.kept_blocks = match.length // self.layout.snapshot_block
+        length = request.sequence.num_computed
+        request.kept_blocks = length // self.layout.snapshot_block
         if not request.preemptions:
-            request.cached_tokens = match.length
-        stats.cached_tokens += match.length
+            request.cached_tokens = length
+        stats.cached_tokens += length
 
     def _match(self, request: Request) -> Match:
-        if self.prefixes is None:
+        if self.prefixes is None or request.sequence.num_computed:  # of a prompt that it shares
             return Match()
         tokens = request.sequence.token_ids
         return self.prefixes.match(request.keys.upto(tokens, len(tokens) - 1))  # one token at least is computed
@@ -209,9 +221,13 @@ class Scheduler:
         return lengths != [len(request.sequence.token_ids) for request in self.running]
 
     def free_pages(self, stats: StepStats) -> bool:
-        """Frees pages by one snapshot or by preempting one request; False if only one request is left."""
+        """Frees pages of one snapshot, of shared prompts, or of one request; False if only one request is left."""
         if self.prefixes is not None and self.prefixes.evict():
             stats.evicted += 1
+            return True
+        if sharing := [request for request in self.waiting if request.sequence.num_computed]:
+            for request in sharing:  # they will compute their prompt
+                request.release()
             return True
         if len(self.running) < 2:
             return False

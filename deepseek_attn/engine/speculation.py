@@ -1,9 +1,9 @@
 """Speculative decoding: the MTP layer or a DSpark drafter drafts the next tokens, and one step verifies all of them.
 
-A draft is accepted if it is the token that would have been sampled there: the sampler runs on the model's own
-logits, row by row, with the random numbers that each row would have used. So the text is the same as without
-speculation, greedy or not, and sampled tokens keep their distribution (a draft ``d`` is accepted with the probability
-``p(d)``).
+A draft is accepted if it is the token that would have been sampled there: each row of the model's own logits is
+processed by the tokens before it, drafts included, and sampled with the random numbers that it would have used. So the
+text is the same as without speculation, greedy or not, and sampled tokens keep their distribution (a draft ``d`` is
+accepted with the probability ``p(d)``).
 
 The MTP layer pairs a token's hidden states with the token after it. So the MTP row of a request's last token is
 computed once the next token is sampled, together with the drafts after it. Where all requests are greedy and decode
@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import torch
 
 from deepseek_attn.cache.manager import OutOfPages
-from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Work, is_ready
+from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Work, is_ready, next_tokens
 from deepseek_attn.engine.request import Request
-from deepseek_attn.engine.sampling import sample
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
 from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
 from deepseek_attn.runner.drafting import DraftRows
@@ -55,10 +55,15 @@ class _Verification:
     def drafts(self) -> list[int]:
         return self.request.sequence.token_ids[self.first + 1 :]
 
-    def verify(self, tokens: list[int], accepted: Accepted) -> bool:
-        """Accepts the drafts that are equal to the sampled ``tokens``, and the token after them; False if none is."""
+    def verify(self, chosen: list[int | str], accepted: Accepted) -> bool:
+        """Accepts the drafts that are equal to the tokens chosen there, and the token after them; False if none is.
+
+        Args:
+            chosen: the token after each row, or why there is none: rows after such a one do not count.
+        """
+        tokens = list(takewhile(lambda token: not isinstance(token, str), chosen))
         if not tokens:
-            accepted.failures[self.request] = BROKEN_LOGITS
+            accepted.failures[self.request] = chosen[0]
             return False
         drafts = self.drafts
         right = next((i for i, draft in enumerate(drafts) if tokens[i : i + 1] != [draft]), len(drafts))
@@ -135,11 +140,11 @@ class MTPSpeculation(NextToken):
         ready = [_Verification.of(request, i) for i, (request, _) in enumerate(work) if is_ready(request)]
         if output.tokens is not None:
             greedy = output.tokens()
-            tokens = [greedy[v.place][-v.rows :] for v in ready]
+            tokens = [[BROKEN_LOGITS if t == INVALID_TOKEN else t for t in greedy[v.place][-v.rows :]] for v in ready]
         else:
             logits = output.logits or []
             tokens = self._sample(ready, [logits[v.place][-v.rows :] for v in ready])
-        verified = [v for v, after in zip(ready, tokens, strict=True) if v.verify(before_invalid(after), accepted)]
+        verified = [v for v, after in zip(ready, tokens, strict=True) if v.verify(after, accepted)]
         unfinished = [v for v in verified if v.request.tokens_left > len(v.tokens)]
         if output.drafts is not None:
             drafts = output.drafts()
@@ -150,14 +155,9 @@ class MTPSpeculation(NextToken):
                 self._draft(unfinished, [states[v.place][-v.rows :][: len(v.tokens)] for v in unfinished])
         return accepted
 
-    def _sample(self, ready: list[_Verification], logits: list[torch.Tensor]) -> list[list[int]]:
-        """The token after each row of each request, `INVALID_TOKEN` where the logits are broken."""
-        rows = torch.cat(logits)
-        owners = [(v.request, i) for v in ready for i in range(v.rows)]
-        finite = rows.amax(-1).isfinite()
-        generators = [request.random_numbers(i) for request, i in owners]
-        tokens = sample(torch.where(finite[:, None], rows, 0.0), [request.params for request, _ in owners], generators)
-        chosen = iter(torch.where(finite, tokens, INVALID_TOKEN).tolist())
+    def _sample(self, ready: list[_Verification], logits: list[torch.Tensor]) -> list[list[int | str]]:
+        """The token after each row of each request, or why there is none."""
+        chosen = iter(next_tokens(torch.cat(logits), [(v.request, i) for v in ready for i in range(v.rows)]))
         return [[next(chosen) for _ in range(v.rows)] for v in ready]
 
     def _draft(self, verified: list[_Verification], hidden_states: list[torch.Tensor]) -> None:
@@ -185,8 +185,3 @@ class MTPSpeculation(NextToken):
 def has_prompts(work: Work) -> bool:
     """Whether some rows of a step have a next token that is known already."""
     return any(request.sequence.num_computed < request.confirmed_length - 1 for request, _ in work)
-
-
-def before_invalid(tokens: list[int]) -> list[int]:
-    """The tokens before the first `INVALID_TOKEN`: rows after one with broken logits do not count."""
-    return tokens[: tokens.index(INVALID_TOKEN)] if INVALID_TOKEN in tokens else tokens

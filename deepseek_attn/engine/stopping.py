@@ -22,7 +22,8 @@ class StopChecker:
     """Watches one request's tokens for EOS, stop tokens, stop strings and ``max_tokens``.
 
     Text that could still become a stop string is held back, so no part of a stop string that then completes is ever
-    emitted. When stop strings overlap, the one that is complete first wins, wherever token boundaries fall.
+    emitted, unless ``include_stop_str_in_output`` asks for it. When stop strings overlap, the one that is complete
+    first wins, wherever token boundaries fall. One that is complete within ``min_tokens`` tokens is text.
 
     Args:
         params: the request's sampling parameters.
@@ -69,11 +70,14 @@ class StopChecker:
         if self.reason is not None:
             raise RuntimeError(f"the request has ended (reason {self.reason!r}); use a new StopChecker per request")
         self.count += 1
-        if token_id in self._stop_ids:
+        stops = token_id in self._stop_ids
+        if stops and not self._params.include_stop_str_in_output:
             return self._finish("stop", "")
         text = self._decode(self._decoder.push(token_id)) if self._decoder else ""
         if token_id == self._end_think:  # an added token: its text does not wait for the bytes of the next
             self.marks.append(self._decoded - len(END_THINK))
+        if self.reason is None and stops:
+            return self._finish("stop", text)
         if self.reason is None and (last or self.count >= self._params.max_tokens):
             return self._finish("length", text)
         return StopStep(text, self.reason)
@@ -95,11 +99,18 @@ class StopChecker:
 
     def _scan(self, text: str) -> str:
         """Append ``text`` to the text held back, and return the part that certainly precedes any stop string."""
-        text, self._held = self._held + text, ""
-        matches = [(start + len(stop), start) for stop in self._params.stop if (start := text.find(stop)) >= 0]
-        if matches:
-            self.reason = "stop"
-            return text[: min(matches)[1]]
+        before, text, self._held = len(self._held), self._held + text, ""
+        if self.count > self._params.min_tokens:
+            # one that ends in the text held back was complete before there were min_tokens tokens, and does not count
+            matches = [
+                (start + len(stop), start)
+                for stop in self._params.stop
+                if (start := text.find(stop, max(0, before - len(stop) + 1))) >= 0
+            ]
+            if matches:
+                self.reason = "stop"
+                end, start = min(matches)
+                return text[: end if self._params.include_stop_str_in_output else start]
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -114,19 +125,19 @@ class StopChecker:
 
 
 def with_stop_tokens(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The parameters with the special tokens that stop strings are the text of: skipped in decoding, no text has them.
+    """The parameters with the special tokens that stop strings are the text of, where decoding skips special tokens.
 
     Raises:
         ValueError: a stop string has a special token beside other text, and could never be found.
     """
     tokens = []
-    for stop in params.stop:
+    for stop in params.stop if params.skip_special_tokens else ():
         special = [span for span in tokenizer.find_added(stop) if span[2] in tokenizer.special_ids]
         for start, end, token in special:
             if end - start != len(stop):
                 raise ValueError(
                     f"stop={stop!r}: {stop[start:end]!r} is a special token, which is never part of the text: pass "
-                    f"stop_token_ids=({token},), or a stop string without it"
+                    f"stop_token_ids=({token},), skip_special_tokens=False, or a stop string without it"
                 )
             tokens.append(token)
     return replace(params, stop_token_ids=(*params.stop_token_ids, *tokens)) if tokens else params

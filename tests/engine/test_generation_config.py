@@ -48,9 +48,17 @@ def tokens(llm, **params):
 
 def test_defaults_are_those_of_the_file_and_flags_override(folder, capsys):
     asked = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "max_new_tokens": 7}
+    asked |= {"min_p": 0.25, "repetition_penalty": 1.5}
     model = folder(asked)
     with LLM(model, **OPTIONS) as llm:
-        full = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "max_tokens": 7}
+        full = {
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": 0.9,
+            "max_tokens": 7,
+            "min_p": 0.25,
+            "repetition_penalty": 1.5,
+        }
         params = llm.stream(PROMPT).params
         assert params == SamplingParams(**full, seed=params.seed)
         expected = tokens(llm, **full)
@@ -58,14 +66,17 @@ def test_defaults_are_those_of_the_file_and_flags_override(folder, capsys):
         assert tokens(llm) == expected
         assert tokens(llm, max_tokens=3) == expected[:3]
         assert tokens(llm, temperature=0) == tokens(llm, **full | {"temperature": 0}) != expected
-        plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_tokens": 7}
+        for name, value in (("min_p", 0.0), ("repetition_penalty", 1.0)):
+            assert tokens(llm, **{name: value}) != expected
+        plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_tokens": 7, "min_p": 0.0, "repetition_penalty": 1.0}
         other = tokens(llm, **plain)
         assert other != expected, "explicit values are not the file's, though they are the library's defaults"
     ids = ",".join(map(str, PROMPT))
     start = ["generate", "--model", str(model), "--device", "cpu", "--token-ids", ids, "--seed", "7", "--ignore-eos"]
     texts = []
-    for flags in ([], ["--temperature", "1", "--top-k", "0", "--top-p", "1"], ["--max-tokens", "2"]):
-        assert main([*start, "--max-model-len", "100", *flags]) == 0
+    all_flags = [text for name, value in plain.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    for flags in ([], None, ["--max-tokens", "2"]):
+        assert main([*start, "--max-model-len", "100", *(all_flags if flags is None else flags)]) == 0
         printed = capsys.readouterr()
         texts.append((printed.out, printed.err.splitlines()[-1]))
     decode = LLM(model, **OPTIONS).tokenizer.decode
@@ -78,7 +89,7 @@ def test_defaults_are_those_of_the_file_and_flags_override(folder, capsys):
 def test_without_values_the_defaults_are_the_librarys(folder, content):
     with LLM(folder(content), **OPTIONS) as llm:
         request = llm.engine.add_request(PROMPT)
-        library = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, max_tokens=256)
+        library = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=256)
         assert request.params == library
         assert llm.runner.eos_token_ids == llm.runner.config.eos_token_ids
         llm.engine.cancel(request)
@@ -125,6 +136,8 @@ def test_eos_is_that_of_the_file(folder, many):
         ({"temperature": True}, "temperature is True"),
         ({"top_p": 1.5}, "top_p is 1.5: expected a number in"),
         ({"top_p": 0}, "top_p is 0: expected a positive number"),
+        ({"min_p": 1.5}, "min_p is 1.5: expected a number in"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0: expected a positive number"),
         ({"top_k": -1}, "top_k is -1: expected an integer >= 0"),
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0: expected a positive integer"),
@@ -149,8 +162,8 @@ def test_wrong_values_are_one_message_before_weights_are_read(folder, monkeypatc
 
 
 def test_values_that_nothing_here_applies_are_a_warning(folder):
-    model = folder({"repetition_penalty": 1.1, "min_p": 0.0, "num_beams": 1, "stop_strings": ["x"]})
-    with pytest.warns(UserWarning, match="repetition_penalty 1.1, stop_strings .* not supported, and not applied"):
+    model = folder({"typical_p": 0.9, "min_length": 0, "num_beams": 1, "stop_strings": ["x"]})
+    with pytest.warns(UserWarning, match="typical_p 0.9, stop_strings .* not supported, and not applied"):
         ModelRunner.from_pretrained(model, **OPTIONS)
 
 
