@@ -2,12 +2,12 @@
 
     python scripts/bench_cold_start.py --out FILE
 
-Each row is a process of its own. Models: `v4_flash`, its shapes with fewer layers and experts and random weights, and
-`small`, the checkpoint of the package. Kernel caches:
+Each row is a process of its own. Models: ``v4_flash``, its shapes with fewer layers and experts and random weights, and
+``small``, the checkpoint of the package. Kernel caches:
 
     launched    empty; kernels are compiled one by one, as they are launched
     ahead       empty; kernels are compiled ahead, in processes of their own
-    filled      those that the process of `ahead` has left
+    filled      the caches that the process of `ahead` has written
 
 Stages are in seconds since the process was started. The steady workloads follow `ModelRunner.warm_up`: requests that
 decode together, prompts of one length, and requests of random lengths that come and go.
@@ -31,7 +31,7 @@ CACHES = ("launched", "ahead", "filled")
 
 
 class Process:
-    """What the started process does; it prints its row as one line of JSON."""
+    """Runs in the started process; prints its row as one line of JSON."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.row = args, {"stages": {}}
@@ -174,7 +174,7 @@ def main() -> None:
                 )
                 stages = "  ".join(f"{name} {seconds:.1f}" for name, seconds in rows[-1]["stages"].items())
                 print(f"{model}, {cache}: {stages}", flush=True)
-                if args.out:  # after every row, so that a run that is cut off leaves what it has
+                if args.out:  # after every row, so that an interrupted run keeps its rows
                     from deepseek_attn.utils.files import write_text
 
                     command = f"python scripts/bench_cold_start.py {' '.join(sys.argv[1:])}".strip()

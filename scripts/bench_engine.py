@@ -9,13 +9,12 @@ and its MTP layer. Modes:
     waiting      graphs; a step starts when the tokens of the one before it have been read
     graphs       graphs; a step starts before the tokens of the one before it have been read, as engines do by default
     prefixes     the same, and 7 of 8 prompt tokens come from the prefix cache
-    speculation  graphs, drafts of the MTP layer: at chance with random weights, so this is what they cost
+    speculation  graphs, drafts of the MTP layer: with random weights they are rarely accepted, so this is their cost
 
-`deepseek-attn bench engine` times drafts in more detail, and `bench model` the stages of a step.
+``deepseek-attn bench engine`` times drafts in more detail, and ``bench model`` the stages of a step.
 
-Device time is that of the very steps that the engine ran while all requests decoded: after the run their CUDA graphs
-are replayed, one behind the other. Host overhead is the share of the engine's time for these steps
-that this does not account for.
+Device time is the time of the steps that the engine ran while all requests decoded: after the run their CUDA graphs are
+replayed back to back. Host overhead is the remaining share of the engine's time for these steps.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def row_of(runner: ModelRunner, mode: str, batch: int, args: argparse.Namespace)
     engine = Engine(runner, decoder=decoder)
     shared = args.prompt * 7 // 8 if mode == "prefixes" else 0
     prompts = prompts_of(runner, batch, shared, args.prompt - shared, batch)
-    for warm in prompts_of(runner, 2, shared, 64, batch) if shared else []:  # they leave what the others share
+    for warm in prompts_of(runner, 2, shared, 64, batch) if shared else []:  # they fill the prefix cache
         run_engine(engine, [warm], 4)
     if mode != "eager":  # graphs of all sizes that come up
         run_engine(engine, prompts_of(runner, batch, 0, args.prompt, batch + 1), 16)
@@ -149,7 +148,7 @@ def main() -> None:
                 result["memory_bytes"] = torch.cuda.max_memory_allocated()
             if graphs is not None:
                 result["graph_bytes"] = graphs.nbytes
-            if args.out:  # after every row, so that a run that is cut off leaves what it has
+            if args.out:  # after every row, so that an interrupted run keeps its rows
                 write_text(args.out, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 

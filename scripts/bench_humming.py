@@ -4,7 +4,7 @@
     python scripts/bench_humming.py --model v4_flash --tokens 1,8,32,128,512,4096,8192 --out FILE
 
 A call goes from tokens and their routing to the weighted sums of their experts: pairs sorted, inputs quantised to FP8,
-both products, swiglu and the sum. Humming is called as vLLM's `HummingIndexedExperts` does, with the launch
+both products, swiglu and the sum. Humming is called as vLLM's ``HummingIndexedExperts`` does, with the launch
 configurations that it chooses for the device; Triton kernels stand for vLLM's of sorting and summing. Each call is a
 CUDA graph, and the replays of both alternate in one process. Before that, the outputs of the first and the last token
 are compared with float32, nothing quantised.
@@ -142,7 +142,8 @@ class Point(NamedTuple):
     """One number of tokens: medians of both, each over several routings.
 
     Attributes:
-        ratio: of ours to Humming's time, within a routing; ours_error, humming_error: of the norm, beside float32.
+        ratio: our time divided by Humming's, within a routing.
+        ours_error, humming_error: errors against float32, as shares of the norm.
     """
 
     model: str
@@ -184,7 +185,7 @@ class Comparison:
         return Point(self.model, tokens, round(ours, 1), round(humming, 1), round(ratio, 3), *errors)
 
     def error(self, outputs: Tensor, x: Tensor, experts: Tensor, weights: Tensor) -> float:
-        """Of the first and the last token's output, beside float32."""
+        """Error of the first and the last token's output against float32."""
         some = [0, -1] if len(x) > 1 else [0]
         stacks, limit = (self.w1, self.w3, self.w2), self.config.swiglu_limit
         rows = zip(x[some].float().split(1), experts[some].split(1), weights[some].split(1), strict=True)

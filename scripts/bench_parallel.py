@@ -11,11 +11,11 @@ Weights are random, drawn on the GPUs in the formats of a published checkpoint. 
     generate     requests through the engine
     check_exact  logits in float32, and with CUDA graphs
 
-All but the first are done in each layout: ``tp``, in which all ranks have the same tokens, and ``dp``, data-parallel
-attention, in which they share out a batch; experts are split in both. Steps at full depth have what ``plan`` predicts
-beside them, on machines that it knows. Rank 0 prints a row of JSON per figure and keeps
-all of them in ``--out``. An error ends all ranks: the one that failed prints its step and message as a row, and writes
-the traceback beside ``--out``. The exit status is 1 then, and if a check fails.
+All steps except the first run in each layout: ``tp``, in which all ranks have the same tokens, and ``dp``,
+data-parallel attention, in which the ranks divide a batch; experts are split in both. Steps at full depth have the
+prediction of ``plan`` beside them, on machines that it knows. Rank 0 prints a row of JSON per figure and writes all
+rows to ``--out``. An error ends all ranks: the failed rank prints its step and message as a row, and writes the
+traceback beside ``--out``. The exit status is 1 after an error or a failed check.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class DeviceSource(PublishedSource):
 
 
 class Bench:
-    """The ranks, the options and what was found so far."""
+    """The ranks, the options and the results so far."""
 
     def __init__(self, args: argparse.Namespace, parallel: Parallel, device: torch.device):
         self.args, self.ranks, self.device, self.cuda = args, parallel, device, device.type == "cuda"
@@ -122,7 +122,7 @@ class Bench:
             write_text(self.args.out, json.dumps(self.found) + "\n")
 
     def fail(self, error: BaseException) -> None:
-        """Says in which step this rank failed, and why."""
+        """Reports the step in which this rank failed, and the error."""
         row = {"step": self.step, "rank": self.ranks.rank, "error": f"{type(error).__name__}: {error}"}
         print(json.dumps(row), flush=True)
         if self.args.out:
@@ -130,7 +130,7 @@ class Bench:
             write_text(self.args.out.with_suffix(f".rank{self.ranks.rank}.txt"), f"{json.dumps(row)}\n{trace}")
 
     def run(self) -> None:
-        """All steps that were asked for, in the order of `STEPS`."""
+        """All requested steps, in the order of `STEPS`."""
         steps = self.args.steps
         if "sums" in steps and self.cuda and self.ranks.world > 1:
             self.step = "sums"

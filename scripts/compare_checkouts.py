@@ -48,7 +48,7 @@ class Checkout:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Makes this version the one that ``import deepseek_attn...`` finds, imports inside functions included."""
+        """Makes ``import deepseek_attn...`` find this version, imports inside functions included."""
         others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "deepseek_attn"}
         sys.modules.update(self.modules)
         sys.meta_path.insert(0, self)

@@ -38,7 +38,7 @@ def link_packages() -> None:
 
 
 def exported() -> list[str]:
-    """Full names of what `deepseek_attn` exports."""
+    """Full names of the exports of `deepseek_attn`."""
     for node in ast.parse((ROOT / "deepseek_attn" / "__init__.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_HOMES":
             return [f"{home}.{name}" for name, home in ast.literal_eval(node.value).items()]

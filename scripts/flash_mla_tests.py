@@ -40,9 +40,9 @@ FILES = {  # the test function of each file
     "test_flash_mla_sparse_prefill.py": "run_test",
     "test_flash_mla_dense_decoding.py": "test_flash_mla",
 }
-UNTIMED = {"num_runs": 0, "test_performance": False}  # fields of a case that ask for timings
-SMALL = 2**30  # multiplications of a case, at most, on a CPU
-CONTEXT = 700 * 2**20  # bytes of GPU memory that a process takes beside its tensors
+UNTIMED = {"num_runs": 0, "test_performance": False}  # fields of a case that request timings
+SMALL = 2**30  # upper bound of a case's multiplications on a CPU
+CONTEXT = 700 * 2**20  # bytes of GPU memory of a process without tensors
 OUTCOMES = ("passed", "wrong", "out of memory", "skipped")
 
 
@@ -130,7 +130,7 @@ def use_cpu() -> None:
 
 
 def work(tests: Path, device: str, processes: int) -> None:
-    """A worker: prints the number of multiplications of all cases, then runs those whose numbers it reads."""
+    """A worker: prints the number of multiplications of all cases, then runs the cases whose numbers it reads."""
     import torch
 
     from deepseek_attn import flash_mla_api

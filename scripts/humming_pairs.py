@@ -1,4 +1,4 @@
-"""What Humming's indexed products need around them, in Triton: pairs sorted by expert, and sums of outputs."""
+"""Helpers of Humming's indexed products, in Triton: pairs sorted by expert, and sums of outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLACED = 128  # pairs that a program places
 
 
 class SortedPairs(NamedTuple):
-    """Pairs by their expert, those of an expert in whole blocks of rows, as Humming's indexed products read them.
+    """Pairs sorted by expert, each expert's pairs padded to whole blocks of rows: the input of Humming's products.
 
     Attributes:
         ids: int32, pair numbers ``token * k + i``; the number of pairs where a block is not full.
@@ -58,7 +58,7 @@ def sort_pairs(experts: Tensor, num_experts: int, block: int) -> SortedPairs:
 
 @triton.jit
 def count_kernel(experts_ptr, counts_ptr, ids_ptr, slots, pairs, E: tl.constexpr, CHUNK: tl.constexpr):
-    """Pairs of each expert in each chunk of pairs, ``[chunks, E]``; fills ``ids`` with ``pairs``, which is none."""
+    """Pairs of each expert in each chunk of pairs, ``[chunks, E]``; fills ``ids`` with the invalid index ``pairs``."""
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(experts_ptr + pair, mask=pair < pairs, other=0)

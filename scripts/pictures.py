@@ -6,7 +6,7 @@
 
 ``study`` draws the plots of an experiment's report: every quality against bytes and decode time, by context length and
 over the training. ``decode`` draws decode times beside vLLM's and FlashMLA's, from h200_beside_vllm.json and
-h200_attention_decode.json of the folder that it is given, and writes decode.svg there.
+h200_attention_decode.json of the given folder, and writes decode.svg there.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def kernels_beside_flashmla(results: list[dict]) -> list[Beside]:
 
 
 def decode_picture(folder: Path) -> str:
-    """Time over the other's time: a bar per case, shorter than the line at 1 where we are faster."""
+    """Our time divided by the other's: a bar per case, shorter than the line at 1 where we are faster."""
     groups = {
         "attention layer, beside vLLM 0.26": layers_beside_vllm(read(folder / "h200_beside_vllm.json")["layers"]),
         "attention alone, beside FlashMLA": kernels_beside_flashmla(
@@ -120,7 +120,7 @@ def decode_picture(folder: Path) -> str:
 
 
 def read(path: Path) -> dict:
-    """Raises ValueError with the file's name, also where there is none."""
+    """Raises ValueError with the file's name, also if the file is missing."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete_all(batch: PromptBatch, params: SamplingParams, args: argparse.Namespace) -> None:
-    """Gives each actor as many prompts as it can run and as many again, and writes what they complete."""
+    """Gives each actor twice the prompts that it can run at a time, and writes the completions."""
     import ray
 
     model = args.model or default_checkpoint()

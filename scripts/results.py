@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """One table: its title, what it shows, its source and its cells; the first row is the header."""
+    """One table: its title, a description, its source and its cells; the first row is the header."""
 
     title: str
     text: str

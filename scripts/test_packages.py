@@ -108,12 +108,12 @@ def build_wheel(python: Path, sdist: Path) -> Path:
 
 
 def install(python: Path, wheel: Path, part: str, versions: list[str]) -> None:
-    """Installs the wheel and what its tests need; the versions that are given stay."""
+    """Installs the wheel and its tests' packages; the given versions stay."""
     if part == "bare":
         run(python, "-m", "pip", "install", "--quiet", "--no-compile", wheel, "pytest>=8", *versions, cwd=wheel.parent)
         print(run(python, "-m", "pip", "list", "--format", "freeze", cwd=wheel.parent), flush=True)
         return
-    # transformers' oldest version that the tests need may ask for a newer torch than a floor: pip says so
+    # the oldest supported transformers may require a newer torch than a floor: pip reports it
     run(python, "-m", "pip", "install", "--quiet", f"{wheel}[test]", *versions, cwd=wheel.parent)
     code = "import torch, triton, sys; print('python', sys.version.split()[0], torch.__version__, triton.__version__)"
     print(run(python, "-c", code, cwd=wheel.parent).strip(), flush=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Timelines for the documents: which warps or processors do what at what time, and what each waits for.
+"""Timelines for the documents: the work of warps or processors over time, and the barriers between them.
 
     python scripts/timelines.py docs/pictures
 
@@ -43,7 +43,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """A lane at one time lets another one go on: ``barrier`` is what that one waits for."""
+    """A lane at one time releases another lane that waits for ``barrier``."""
 
     source: int
     start: float
@@ -54,7 +54,7 @@ class Arrow:
 
 @dataclass
 class Timeline:
-    """Lanes by name, what they do, what they wait for, and a line of text below."""
+    """Lanes by name, their work, their waits, and a line of text below."""
 
     title: str
     lanes: list[str]

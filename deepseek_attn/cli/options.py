@@ -178,7 +178,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--context": (1, MOST),
     "--prefill": (1, MOST),
     "--query-tokens": (1, MOST),
-    "--prompt": (2, MOST),  # of `bench engine`, as the next one
+    "--prompt": (2, MOST),  # of ``bench engine``, as the next one
     "--tokens": (2, MOST),
     "--drafts": (0, MOST_DRAFTS),
     "--speculate": (0, MOST_DRAFTS),

@@ -19,7 +19,7 @@ class MixedKernels(SplitAttentionImpl):
 
     Notes:
         The choice depends on shapes alone, so a captured graph keeps it and stays right for any lengths. It was
-        measured on an H200 (`docs/notebook.md`), so the impl is for Hopper.
+        measured on an H200 (docs/notebook.md), so the impl is for Hopper.
     """
 
     name = "mixed"

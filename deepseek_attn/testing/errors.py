@@ -33,5 +33,5 @@ def tolerance(dtype: torch.dtype, numerics: Numerics) -> float:
 
 
 def selection_tolerance(dtype: torch.dtype, numerics: Numerics) -> float:
-    """The `LayerReference.selection_error` that an indexer may have."""
+    """Bound of `LayerReference.selection_errors` for an indexer."""
     return QUANTIZED_INDEX.get(numerics.index_record, BY_DTYPE[dtype])

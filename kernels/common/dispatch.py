@@ -26,7 +26,7 @@ def runs_triton(tensor: torch.Tensor) -> bool:
 def reference_ops(enabled: bool = True) -> Iterator[None]:
     """Runs every op called in this context by its torch reference, on a GPU too (``backend="reference"``, training).
 
-    Scoped to the thread or task that enters it, as `torch.nn.attention.sdpa_kernel` is: other runners keep theirs.
+    Scoped to the thread or task that enters it, as ``torch.nn.attention.sdpa_kernel`` is: other runners keep theirs.
     """
     token = _reference_only.set(_reference_only.get() or enabled)
     try:

@@ -93,7 +93,7 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
 
 
 def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:
-    """`hc_post` of one sublayer and `hc_pre` of the next: the new streams and their `Collapsed` input.
+    """`hc_post` of one sublayer and `hc_pre` of the next: the new streams and the next sublayer's input.
 
     Takes two launches on a GPU for very few tokens, else three or four.
 

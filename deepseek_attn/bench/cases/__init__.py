@@ -1,1 +1,1 @@
-"""Rows of `deepseek-attn bench op`: one module per kernel family."""
+"""Rows of ``deepseek-attn bench op``: one module per kernel family."""
