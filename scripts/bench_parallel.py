@@ -384,7 +384,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     for given, known in ((args.steps, STEPS), (args.layouts, LAYOUTS), (args.ways, WAYS)):
         if unknown := [name for name in given if name not in known]:
-            parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
+            parser.error(f"{unknown[0]!r} is not among {', '.join(known)}")
     return args
 
 

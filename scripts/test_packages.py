@@ -99,7 +99,7 @@ def build_wheel(python: Path, sdist: Path) -> Path:
     if missing := sorted(wanted - names):
         sys.exit(f"{wheel.name} lacks {', '.join(missing)}: pyproject.toml lists packages and data")
     if more := sorted(name for name in names - wanted if ".dist-info/" not in name):
-        sys.exit(f"{wheel.name} holds {', '.join(more)}, which are no part of the library")
+        sys.exit(f"{wheel.name} holds {', '.join(more)}, which are not part of the library")
     for group in ("console_scripts", "vllm.general_plugins", "sglang.srt.plugins"):
         if f"[{group}]" not in entry_points:
             sys.exit(f"{wheel.name} has no entry points {group}")

@@ -151,7 +151,9 @@ def _check(file: safe_open, manager: CacheManager, fingerprint: dict[str, str], 
     """
     metadata = file.metadata() or {}
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"it is no saved sequence: its format is {metadata.get('format')!r:.80}, expected {FORMAT!r}")
+        raise ValueError(
+            f"it is not a saved sequence: its format is {metadata.get('format')!r:.80}, expected {FORMAT!r}"
+        )
     _check_names("metadata", set(metadata), {*FIELDS, *fingerprint})
     other = [subject for subject, digest in fingerprint.items() if metadata[subject] != digest]
     if other:

@@ -33,7 +33,7 @@ ATTENTION_DEFAULTS = (
     "                               mixed for V3.2 with fewer than 32 heads per rank or a cache that is not FP8",
     "  prefill_workspace_rows=None  rows for gathered keys: 4 requests of max_model_len (fewer with max_num_seqs)",
     "  cuda_graphs=None             decode steps are CUDA graphs where every op of a step has a kernel (V4.1: True)",
-    "  deterministic=False          True: the bits of a row's logits do not depend on what else is computed; for the",
+    "  deterministic=False          True: the bits of a row's logits do not depend on the rest of the batch; for the",
     "                               impls triton and reference (auto picks between these), prefill reads pages",
 )
 

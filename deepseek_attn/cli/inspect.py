@@ -17,9 +17,9 @@ from deepseek_attn.config.defaults import DEFAULT_TOP_READS
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "inspect",
-        help="what each token of a prompt reads",
-        description="Write a page, and its numbers as JSON, that show what the tokens of a prompt read: the attention "
-        "of each layer and head to the sink, the window and compressed entries, and what indexers chose.",
+        help="the cache entries that each token of a prompt reads",
+        description="Write a page, and its numbers as JSON, that show which keys the tokens of a prompt read: the "
+        "attention of each layer and head to the sink, the window and compressed entries, and the indexers' choices.",
     )
     parser.add_argument(
         "--model", metavar="DIR|ID", help=f"checkpoint directory or {HUB_ID} (default: the small one in the package)"
@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> None:
     out = Path(args.out)
     check_output(out, "--out")
     if args.json is None and out.exists() and not out.is_file():
-        raise ValueError(f"--out {out}: it is no regular file; name one for the numbers too, by --json")
+        raise ValueError(
+            f"--out {out}: it is not a regular file, so the numbers need a file name of their own: pass --json FILE"
+        )
     json_path = Path(args.json) if args.json else out.with_suffix(".json")
     check_output(json_path, "--json")
     if args.json is None:  # a name that nobody gave
@@ -124,5 +126,5 @@ def expand(ranges: list[range], length: int) -> list[int]:
     for positions in ranges:
         if not -length <= positions.start <= positions[-1] < length:
             outside = positions.start if positions.start < -length else positions[-1]
-            raise ValueError(f"--queries: {outside} is no position of a prompt of {length} tokens")
+            raise ValueError(f"--queries: {outside} is not a position of a prompt of {length} tokens")
     return [position for positions in ranges for position in positions]

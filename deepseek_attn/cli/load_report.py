@@ -15,8 +15,8 @@ def add_report_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--report",
         action="store_true",
-        help="say on standard error what was loaded, the name of each tensor that was left out, and the defaults of "
-        "generation_config.json",
+        help="report on standard error the loaded tensors, the name of each tensor that was left out, and the defaults "
+        "of generation_config.json",
     )
 
 

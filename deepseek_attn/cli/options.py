@@ -124,7 +124,7 @@ def integer(text: str) -> int:
             return value
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is no integer of 64 bits")
+    raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a 64-bit integer")
 
 
 def numbers(text: str) -> list[int]:
@@ -151,7 +151,9 @@ def gpu_facts(text: str) -> GPU:
         return GPU(*GPUS[text])
     match = re.fullmatch(r"(\d{1,3})\.(\d):(\d{1,6})", text)
     if match is None or not int(match[3]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no GPU: choose from {GPU_NAMES}, or write for instance 9.0:132")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a known GPU: choose from {GPU_NAMES}, or write for instance 9.0:132"
+        )
     return GPU((int(match[1]), int(match[2])), int(match[3]))
 
 
@@ -300,7 +302,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)\s*([kmgt]i?)?b?\s*", text.lower())
     size = float(match[1]) * UNITS[match[2] or ""] if match else 0.0
     if not 1 <= size < 2**63:
-        raise ValueError(f"{reprlib.repr(text)} is no amount of memory: write for instance 80GB or 24GiB")
+        raise ValueError(f"{reprlib.repr(text)} is not an amount of memory: write for instance 80GB or 24GiB")
     return int(size)
 
 

@@ -27,9 +27,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="KV cache bytes per layer, sequence and token; memory and step times on GPUs",
-        description="KV cache bytes: fixed per sequence, marginal per token, and what fits in a given memory. With "
-        "--gpu, or where there is a GPU, also all memory that a run takes on it, by part. With --gpu also what a rank "
-        "sends in a step, and how long steps take, predicted from measurements.",
+        description="KV cache bytes: fixed per sequence, marginal per token, and the sizes that fit in a given memory. "
+        "With --gpu, or on a machine with a GPU, also all memory of a run on it, by part. With --gpu also the bytes "
+        "that a rank sends in a step, and step times predicted from measurements.",
     )
     parser.add_argument(
         "--model",
@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_prefill_options(parser)
     parser.add_argument(
         "--memory", type=memory_size, metavar="BYTES",
-        help="memory of a GPU, or on a CPU for caches and workspace, for instance 80GB: prints what fits",
+        help="memory of a GPU, or on a CPU for caches and workspace, for instance 80GB: prints the sizes that fit",
     )  # fmt: skip
     parser.add_argument("--speculate", type=int, default=0, metavar="N", help="drafts per step (default: 0)")
     ranks = parser.add_argument_group("ranks (docs/parallel.md)")

@@ -31,7 +31,7 @@ def show_plans(args: argparse.Namespace) -> None:
         ValueError: no GPU is named and there is none here, or sizes that the model does not take.
     """
     if args.gpu is None and not torch.cuda.is_available():
-        raise ValueError(f"--plans: there is no GPU here; say which, --gpu {GPU_NAMES} or for instance 9.0:132")
+        raise ValueError(f"--plans: there is no GPU here: name one with --gpu {GPU_NAMES} or for instance 9.0:132")
     (config, headers), cuda = read_headers(args.plans), torch.device("cuda")
     batches, prefills = args.batch or [1, 8, 32, 128], args.prefill or []
     most = config.max_position_embeddings

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     need_triton("compiling kernels")
     (config, headers), cuda = read_headers(args.model), torch.device("cuda")
     if args.gpu is None and not torch.cuda.is_available():
-        raise ValueError(f"there is no GPU here: say which kind to compile for, --gpu {GPU_NAMES} or 9.0:132")
+        raise ValueError(f"there is no GPU here: name the kind to compile for with --gpu {GPU_NAMES} or 9.0:132")
     length = min(config.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
     length = length if args.max_model_len is None else args.max_model_len
     check_sizes(config, None, length, args.max_num_seqs, args.max_num_batched_tokens, 16)

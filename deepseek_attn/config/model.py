@@ -100,7 +100,7 @@ class ModelConfig(DeepseekV4Base):
             file = (repo.local_folder() or repo.download([CONFIG_FILE])) / CONFIG_FILE
         elif not file.is_file():
             raise ValueError(
-                f"{str(path)!r} is no directory, JSON file or preset ({', '.join(preset_names())}), nor a hub id "
+                f"{str(path)!r} is not a directory, JSON file or preset ({', '.join(preset_names())}), nor a hub id "
                 "(org/name)"
             )
         if kind := weight_format(file):

@@ -100,7 +100,7 @@ def numerics_for(config: AnyConfig, name: str | Numerics, index_keys: str | None
     numerics = _preset_for(config, name)
     if index_keys is None:
         return numerics
-    remedy = "leave it out for those of the numerics"
+    remedy = "leave it out for the keys of the numerics"
     if index_keys not in INDEX_KEYS:
         raise ValueError(f"unknown index_keys {index_keys!r}: supported are {', '.join(INDEX_KEYS)}; or {remedy}")
     if not any(layer.has_indexer for layer in config.layers):

@@ -158,7 +158,9 @@ def _check_modes(
     if is_fp8_kvcache is not None:
         check_scalar("is_fp8_kvcache", is_fp8_kvcache, bool)
     if sparse and causal:
-        raise ValueError("causal=True is for dense decoding; with indices, leave out what a query must not see")
+        raise ValueError(
+            "causal=True is for dense decoding; with indices, leave out the keys that a query must not see"
+        )
     if sparse and is_fp8_kvcache is False:
         raise ValueError(
             "indices select entries of an FP8 cache, got is_fp8_kvcache=False: for a bfloat16 cache call "
@@ -194,7 +196,9 @@ def _paged_keys(
     b, s_q, _, d_qk = q.shape
     record = RECORDS[d_qk]
     size = record.entry_bytes
-    hint = f": queries of 512 channels read V4's entries of 584 bytes, those of 576 V3.2's of 656; q has {d_qk}"
+    hint = (
+        f": queries of 512 channels read V4's entries of 584 bytes, queries of 576 channels V3.2's of 656; q has {d_qk}"
+    )
     check_tensor(cache_name, cache, BYTES, ("pages", "page_block_size", 1, size), q.device, hint)
     check_tensor(indices_name, indices, (torch.int32,), (b, s_q, "topk"), q.device)
     check_row_lengths(lens_name, lens, b, q.device)

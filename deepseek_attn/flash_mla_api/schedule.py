@@ -77,6 +77,6 @@ def schedule_of(tile_scheduler_metadata: object, num_splits: object) -> FlashMLA
         return FlashMLASchedMeta()
     got = f"{type(tile_scheduler_metadata).__qualname__} and {type(num_splits).__qualname__}"
     raise ValueError(
-        "tile_scheduler_metadata and num_splits must be what deepseek_attn.flash_mla_api.get_mla_metadata() returns, a "
-        f"FlashMLASchedMeta and None, or the two tensors that FlashMLA's returned before 2026; got {got}"
+        "tile_scheduler_metadata and num_splits must be the result of deepseek_attn.flash_mla_api.get_mla_metadata(), "
+        f"a FlashMLASchedMeta and None, or the two tensors that FlashMLA's returned before 2026; got {got}"
     )

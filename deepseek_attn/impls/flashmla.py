@@ -21,7 +21,7 @@ class FlashMLAKernels(SplitAttentionImpl):
     """
 
     name = "flashmla"
-    batch_dependence = "FlashMLA splits the keys of a query by what else is in the batch"
+    batch_dependence = "FlashMLA splits the keys of a query depending on the batch"
     needs_masked_tails = True  # of prefill, and of V3.2's decode kernel
 
     @classmethod

@@ -149,7 +149,9 @@ def choose_reads(
         wanted = as_list(queries, "queries: positions of tokens")
         outside = [position for position in wanted if not is_integer(position) or not -length <= position < length]
         if outside or not wanted:
-            given = f"{outside[0]!r} is no position of a sequence of {length} tokens" if outside else "there are none"
+            given = (
+                f"{outside[0]!r} is not a position of a sequence of {length} tokens" if outside else "there are none"
+            )
             raise ValueError(f"queries: {given}; name integers from 0 to {length - 1}, or from the end -1 to -{length}")
         positions = sorted({int(position) % length for position in wanted})
     if len(positions) > limit:

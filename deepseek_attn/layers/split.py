@@ -33,7 +33,7 @@ def check_split(config: AnyConfig, numerics: Numerics, parallel: Parallel) -> No
     problems = []
     for name, total, unit in whole:
         if total % parallel.world:
-            problems.append(f"{name} = {total} is no multiple of {parallel.world}")
+            problems.append(f"{name} = {total} is not a multiple of {parallel.world}")
         elif total // parallel.world % unit:
             problems.append(
                 f"{name} = {total} would leave {total // parallel.world} per rank, which FP8 blocks of {unit} rows or "

@@ -347,9 +347,7 @@ def _allocate_caches(layout: CacheLayout, device: torch.device) -> CachePools:
         f"{layout.nbytes():,} bytes of caches for max_num_seqs={layout.max_num_seqs} and "
         f"max_model_len={layout.max_model_len}"
     )
-    with explain_out_of_memory(
-        sizes, "lower these, or set kv_cache_bytes; `deepseek-attn plan` adds up what they take"
-    ):
+    with explain_out_of_memory(sizes, "lower these, or set kv_cache_bytes; `deepseek-attn plan` adds up their sizes"):
         return CachePools(layout, device)
 
 

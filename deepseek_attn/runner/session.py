@@ -88,7 +88,7 @@ class LayerSession:
             )
         for sequence in lengths:
             if not isinstance(sequence, LayerSequence) or sequence.session is not self:
-                raise ValueError(f"{sequence!r} is no sequence of this session: make one with session.sequence()")
+                raise ValueError(f"{sequence!r} is not a sequence of this session: make one with session.sequence()")
             sequence.check_alive()
         runner, sequences, query_lens = self.runner, list(lengths), list(lengths.values())
         check_query_lens([sequence.cache for sequence in sequences], query_lens, runner.layout)

@@ -303,6 +303,6 @@ def layer_reference(config: AnyConfig, source: CheckpointSource, layer: int) -> 
         return V32LayerReference(config, source, config.layers[layer])
     if not isinstance(config, ModelConfig):
         raise ValueError(
-            f"there is no reference of one layer of a {config.model_type}, which reads what others compute"
+            f"there is no reference of one layer of a {config.model_type}, which reads the results of other layers"
         )
     return V4LayerReference(config, source, config.layers[layer])

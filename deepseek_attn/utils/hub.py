@@ -70,7 +70,7 @@ class HubModel:
         command = ["hf download", self.repo_id, *names, *(["--revision", revision] if revision else [])]
         more = f" and {len(absent) - 1} more files" if len(absent) > 1 else ""
         raise ValueError(
-            f"{self.repo_id!r} is no local folder, and {absent[0]}{more} of it cannot be downloaded to the hub's cache "
-            f"{constants.HF_HUB_CACHE} ({reason}): run `{' '.join(command)}` where "
+            f"{self.repo_id!r} is not a local folder, and {absent[0]}{more} of it cannot be downloaded to the hub's "
+            f"cache {constants.HF_HUB_CACHE} ({reason}): run `{' '.join(command)}` where "
             "there is a network, or pass the folder of a checkpoint"
         )

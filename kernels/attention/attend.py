@@ -117,7 +117,7 @@ def _checked_pools(q: Tensor, keys: Sequence[PagedKeys], sink: Tensor | None) ->
         raise ValueError(f"one or two pools share a softmax, got {len(keys)}")
     records = [pool_keys.record for pool_keys in keys]
     if any(record != records[0] for record in records) and {record.name for record in records} != V41_PAIR:
-        raise ValueError(f"two pools must hold the same record, or those of DeepSeek-V4.1, got {records}")
+        raise ValueError(f"two pools must hold the same record, or the two records of DeepSeek-V4.1, got {records}")
     for pool_keys in keys:
         _check_query(q, sink, pool_keys.indices, pool_keys.lens)
     checked_keys = [_checked_keys(pool_keys) for pool_keys in keys]

@@ -129,7 +129,7 @@ def test_the_command(tmp_path, capsys):
     assert main(["plan", *limits]) == 0
     assert "2 x h200, layout tp" in capsys.readouterr().out
     assert main(["plan", *limits[:-1], "3"]) == 2
-    assert "n_routed_experts = 8 is no multiple of 3" in capsys.readouterr().err
+    assert "n_routed_experts = 8 is not a multiple of 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -176,7 +176,7 @@ def test_offline_without_a_copy(offline):
         (lambda: ModelRunner.from_pretrained(ID, layers=[1], **OPTIONS), f" {small}"),
         (lambda: ModelConfig.from_pretrained(ID), " config.json"),
     ):
-        with pytest.raises(ValueError, match=rf"{ID}' is no local folder, and config\.json of it cannot") as error:
+        with pytest.raises(ValueError, match=rf"{ID}' is not a local folder, and config\.json of it cannot") as error:
             use()
         assert "hub (HF_HUB_OFFLINE is set): run `hf download " + ID + files + "` where there is a network" in str(
             error.value
@@ -207,7 +207,7 @@ def test_wrong_options_are_found_before_weights_are_downloaded(hub, wrong):
 
 def test_no_such_repository(hub):
     message = (
-        r"'org/none' is no local folder, .*Repository Not Found for url: org/none\.\): run `hf download org/none` "
+        r"'org/none' is not a local folder, .*Repository Not Found for url: org/none\.\): run `hf download org/none` "
     )
     with pytest.raises(ValueError, match=message):
         LLM("org/none", **OPTIONS)

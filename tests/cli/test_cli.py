@@ -313,7 +313,7 @@ def test_an_amount_of_memory_that_is_none(capsys):
     with pytest.raises(SystemExit) as error:
         main(["plan", "--kv-cache-bytes", "lots"])
     assert error.value.code == 2
-    assert "is no amount of memory" in capsys.readouterr().err
+    assert "is not an amount of memory" in capsys.readouterr().err
 
 
 def test_unknown_flags_exit_with_2():
@@ -331,7 +331,7 @@ def test_parse_bytes(text, count):
 
 @pytest.mark.parametrize("text", ["", "GB", "3 apples", "-1GB"])
 def test_parse_bytes_refuses(text):
-    with pytest.raises(ValueError, match="no amount of memory"):
+    with pytest.raises(ValueError, match="not an amount of memory"):
         parse_bytes(text)
 
 

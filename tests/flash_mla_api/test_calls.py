@@ -287,7 +287,7 @@ def test_the_two_tensors_of_older_releases_are_taken(call):
 )
 def test_other_schedules_are_refused(call, given):
     arguments = call.dense_arguments | dict(zip(("tile_scheduler_metadata", "num_splits"), given, strict=True))
-    with pytest.raises(ValueError, match=r"what deepseek_attn.flash_mla_api.get_mla_metadata\(\) returns.*got "):
+    with pytest.raises(ValueError, match=r"the result of deepseek_attn.flash_mla_api.get_mla_metadata\(\), .*got "):
         flash_mla_with_kvcache(**arguments)
 
 

@@ -284,10 +284,10 @@ def test_steps_over_persistent_tensors_are_computed_eagerly(monkeypatch):
 
 
 WRONG = [
-    ({"queries": [LENGTH]}, f"{LENGTH} is no position of a sequence of {LENGTH} tokens; name integers from 0 to"),
-    ({"queries": [-LENGTH - 1]}, "is no position"),
-    ({"queries": [True]}, "True is no position"),
-    ({"queries": ["a"]}, "'a' is no position"),
+    ({"queries": [LENGTH]}, f"{LENGTH} is not a position of a sequence of {LENGTH} tokens; name integers from 0 to"),
+    ({"queries": [-LENGTH - 1]}, "is not a position"),
+    ({"queries": [True]}, "True is not a position"),
+    ({"queries": ["a"]}, "'a' is not a position"),
     ({"queries": []}, "queries: there are none"),
     ({"queries": 5}, "queries: positions of tokens in a list are needed, got 5"),
     ({"top": 0}, "top=0: must be an integer of at least 1"),

@@ -306,7 +306,7 @@ def test_the_installed_sglang(monkeypatch, device):
         sglang.register()
         registry.HookRegistry.apply_hooks()
         assert home.get_mla_metadata(torch.ones(3).int())[1].tolist() == [0] * 4
-        with pytest.raises(ValueError, match="must be what deepseek_attn"):
+        with pytest.raises(ValueError, match="must be the result of deepseek_attn"):
             home.flash_mla_with_kvcache(torch.ones(1, 3, 1, 512).bfloat16(), None, None, None, 512, None)
         # V3.2's code, which pads 16 heads to 64
         model = SimpleNamespace(

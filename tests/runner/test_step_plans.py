@@ -144,4 +144,4 @@ def test_gpus_differ(capsys):
 def test_without_a_gpu_one_must_be_named(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["info", "--plans", "tiny"]) == 2
-    assert "there is no GPU here; say which, --gpu a100, l40s, h100" in capsys.readouterr().err
+    assert "there is no GPU here: name one with --gpu a100, l40s, h100" in capsys.readouterr().err

@@ -85,7 +85,9 @@ def load_experiment(path: str | Path) -> Experiment:
     if not file.is_file() and str(path) in shipped_experiments():
         file = Path(str(resources.files("deepseek_attn.configs").joinpath("experiments", f"{path}.json")))
     elif not file.is_file():
-        raise ValueError(f"{str(path)!r} is no file and no shipped experiment ({', '.join(shipped_experiments())})")
+        raise ValueError(
+            f"{str(path)!r} is neither a file nor a shipped experiment ({', '.join(shipped_experiments())})"
+        )
     return read_experiment(read_json(file, f"experiment {path}"), str(path), file.parent)
 
 

@@ -37,7 +37,7 @@ def open_source(settings: CheckpointSettings) -> tuple[ModelConfig, CheckpointSo
     directory = Path(settings.model)
     if not directory.is_dir() and settings.model not in preset_names():
         raise ValueError(
-            f"checkpoint.model: {settings.model!r} is no directory here and no preset ({', '.join(preset_names())})"
+            f"checkpoint.model: {settings.model!r} is neither a directory nor a preset ({', '.join(preset_names())})"
         )
     config = ModelConfig.from_pretrained(settings.model)
     if not isinstance(config, ModelConfig):

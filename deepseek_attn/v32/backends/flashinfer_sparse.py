@@ -47,7 +47,7 @@ class FlashInferMLASparseImpl(SparseMLAImpl):
     """
 
     name = "flashinfer"
-    batch_dependence = "FlashInfer plans a launch by what is in the batch"
+    batch_dependence = "FlashInfer plans a launch depending on the batch"
     backend_cls = FlashInferMLASparseBackend
 
     @classmethod

@@ -131,7 +131,7 @@ def test_impossible_splits_are_listed_together():
         check(config, 3)
     with pytest.raises(ValueError, match=r"2048 would leave 64 per rank, which FP8 blocks of 128") as raised:
         check(config, 32)
-    assert "o_groups = 8 is no multiple of 32" in str(raised.value)
+    assert "o_groups = 8 is not a multiple of 32" in str(raised.value)
     check(config.replace(o_groups=1), 4, dp_attention=True)
     with pytest.raises(ValueError, match="o_groups = 1"):
         check(config.replace(o_groups=1), 4)
@@ -145,7 +145,7 @@ def test_impossible_splits_are_listed_together():
     check(tiny, 2, numerics="official")
     with pytest.raises(ValueError, match="FP8 blocks of 128"):
         check(tiny, 2)
-    with pytest.raises(ValueError, match="dspark_n_routed_experts = 4 is no multiple of 8"):
+    with pytest.raises(ValueError, match="dspark_n_routed_experts = 4 is not a multiple of 8"):
         check(tiny, 8)
 
 
@@ -160,7 +160,7 @@ def test_shards_of_all_ranks_are_the_whole(total, unit, world):
 
 
 def test_a_runner_refuses_before_it_loads(checkpoint):
-    with pytest.raises(ValueError, match="num_attention_heads = 4 is no multiple of 3"):
+    with pytest.raises(ValueError, match="num_attention_heads = 4 is not a multiple of 3"):
         ModelRunner.from_pretrained(checkpoint, parallel=Parallel(0, 3), device="cpu")
 
 
