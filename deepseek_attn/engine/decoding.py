@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from deepseek_attn.engine.logits import NOTHING_LEFT, processed_logits
+from deepseek_attn.engine.logprobs import greedy_logprobs_of, sampled_logprobs
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import sample_valid
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
 from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
+from deepseek_attn.runner.logprobs import TokenLogprobs
 
 Work = list[tuple[Request, int]]
 BROKEN_LOGITS = "the model's logits hold NaN or infinity: check the weights and numerics"
@@ -29,11 +31,13 @@ class Accepted:
             drafts are removed from ``token_ids`` before, while their entries stay in the caches.
         failures: error messages of requests that failed.
         verified: (drafts, accepted drafts) of each request that had drafts.
+        logprobs: log-probabilities of the tokens of each request that wants them, perhaps of rejected ones behind them.
     """
 
     tokens: dict[Request, list[int]] = field(default_factory=dict)
     failures: dict[Request, str] = field(default_factory=dict)
     verified: dict[Request, tuple[int, int]] = field(default_factory=dict)
+    logprobs: dict[Request, TokenLogprobs] = field(default_factory=dict)
 
 
 class NextToken:
@@ -86,15 +90,19 @@ class NextToken:
             return Accepted()  # without waiting for the device
         if output.tokens is not None:
             chosen = zip(work, output.tokens(), strict=True)
-            return accept_greedy({request: tokens for (request, _), tokens in chosen if is_ready(request)})
+            accepted = accept_greedy({request: tokens for (request, _), tokens in chosen if is_ready(request)})
+            accepted.logprobs = greedy_logprobs_of(work, output)
+            return accepted
         ready = [(request, rows) for (request, _), rows in zip(work, output.logits, strict=True) if is_ready(request)]
-        accepted = Accepted()
-        tokens = next_tokens(torch.cat([rows for _, rows in ready]), [(request, 0) for request, _ in ready])
+        accepted, owners = Accepted(), [(request, 0) for request, _ in ready]
+        logits = torch.cat([rows for _, rows in ready])
+        tokens = next_tokens(logits, owners)
         for (request, _), token in zip(ready, tokens, strict=True):
             if isinstance(token, str):
                 accepted.failures[request] = token
             else:
                 accepted.tokens[request] = [token]
+        accepted.logprobs = sampled_logprobs(owners, logits, tokens)
         return accepted
 
 

@@ -23,11 +23,13 @@ import torch
 from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.decoding import Accepted, NextToken, Work
+from deepseek_attn.engine.logprobs import keep_scored, with_logprobs
 from deepseek_attn.engine.request import Caller, Request, Unreported
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.scheduler import Scheduler
 from deepseek_attn.engine.stats import EngineStats, StepStats
-from deepseek_attn.runner import ModelRunner, StepOutput
+from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
+from deepseek_attn.runner.logprobs import TokenLogprobs
 from deepseek_attn.runner.prompts import TokenIds
 from deepseek_attn.text.tokenizer import Tokenizer
 from deepseek_attn.utils.clock import seconds_since
@@ -46,6 +48,7 @@ class RequestOutput:
         computed: its tokens that went through the model, rejected drafts left out.
         token_ids, text: new tokens, and the text that is now certain.
         finished: it has ended; this is the last output of the request.
+        logprobs: log-probabilities of the new tokens; None without `SamplingParams.logprobs`.
     """
 
     request: Request
@@ -53,6 +56,7 @@ class RequestOutput:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     finished: bool = False
+    logprobs: TokenLogprobs | None = None
 
 
 class Engine:
@@ -272,6 +276,7 @@ class Engine:
                 tuple(request.generated(unreported.start)),
                 "".join(request.text[unreported.start :]),
                 request.finished,
+                request.logprobs.of_generated(unreported.start, request.num_generated),
             )
             for request, unreported in caller.unreported.items()
         ]
@@ -371,12 +376,18 @@ class Engine:
         return [], StepOutput([])
 
     def _run(self, work: Work, async_allowed: bool) -> StepOutput:
-        batch = [(request.sequence, n) for request, n in work]
-        return self.runner.step(batch, self.decoder.options(work, self.runner, async_allowed))
+        return self._run_step(work, self.decoder.options(work, self.runner, async_allowed))
 
     def _run_alone(self, request: Request, n: int) -> StepOutput:
         """The same for one request, always with logits."""
-        return self.runner.step([(request.sequence, n)], self.decoder.options_with_logits([(request, n)]))
+        work = [(request, n)]
+        return self._run_step(work, self.decoder.options_with_logits(work))
+
+    def _run_step(self, work: Work, options: StepOptions) -> StepOutput:
+        batch = [(request.sequence, n) for request, n in work]
+        output = self.runner.step(batch, with_logprobs(options, work))
+        keep_scored(work, output)
+        return output
 
     def _shrink(self, work: Work, error: Exception) -> None:
         """After a step ran out of memory: smaller steps for a while, until a single token is too much."""
@@ -426,7 +437,10 @@ class Engine:
             self._report(request).computed += n - drafts + num_accepted
             if request.others and not request.num_generated and request in accepted.tokens:
                 request.share_prompt()
-            for token in accepted.tokens.get(request, []):
+            logprobs = accepted.logprobs.get(request)
+            for i, token in enumerate(accepted.tokens.get(request, [])):
+                if logprobs is not None:
+                    request.logprobs.record(request.num_generated, logprobs[i : i + 1])
                 request.push(token)
                 stats.generated += 1
                 if request.finished:

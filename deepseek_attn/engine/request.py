@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.logits import LogitsRow, LogitsRules, bad_word_ids
+from deepseek_attn.engine.request_logprobs import RequestLogprobs
 from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, checked_params, make_generator
 from deepseek_attn.engine.stopping import StopChecker, with_stop_tokens
 from deepseek_attn.runner import ModelRunner, Sequence
+from deepseek_attn.runner.logprobs import TokenLogprobs
 from deepseek_attn.runner.prompts import TokenIds, token_list
 from deepseek_attn.text.reply import END_THINK, THINK, split_reply
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
@@ -30,6 +32,9 @@ class Completion:
         error: what went wrong, with finish_reason ``"error"``.
         cached_tokens: prompt tokens that came from the prefix cache, or that the first of ``n`` completions computed.
         others: with ``SamplingParams(n=...)``, the completions of the prompt after this first one.
+        logprobs: log-probabilities of ``token_ids``; None without `SamplingParams.logprobs`.
+        prompt_logprobs: of ``prompt_token_ids[1:]``, fewer if the request ended before; None without
+            `SamplingParams.prompt_logprobs`.
     """
 
     prompt_token_ids: list[int]
@@ -41,6 +46,8 @@ class Completion:
     reasoning: str = ""
     answer: str = ""
     others: list[Completion] = field(default_factory=list)
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
     @property
     def outputs(self) -> list[Completion]:
@@ -95,6 +102,7 @@ class Request:
         preemptions: number of times it was preempted.
         caller: the receiver of its outputs; None before it is submitted.
         others: the requests of the other completions of the same prompt; ``first`` of these: this request.
+        logprobs: log-probabilities of its tokens, as far as its parameters ask for them.
     """
 
     _sequence: Sequence | None
@@ -116,6 +124,11 @@ class Request:
     caller: Caller | None = None
     others: list[Request] = field(default_factory=list)
     first: Request | None = None
+    logprobs: RequestLogprobs = field(init=False)
+
+    def __post_init__(self):
+        params = self.params
+        self.logprobs = RequestLogprobs(params.logprobs, params.prompt_logprobs, max(0, self.prompt_length - 1))
 
     @classmethod
     def create(
@@ -189,9 +202,13 @@ class Request:
         return first is not None and not (self.sequence.num_computed or first.num_generated or first.finished)
 
     def share_prompt(self) -> None:
-        """Gives the other completions of the prompt its caches, but for the last token: they need its logits."""
+        """Gives the other completions of the prompt its caches, but for the last token: they need its logits.
+
+        They have its log-probabilities too.
+        """
         for other in self.others if self.prompt_length > 1 else ():
             if not (other.finished or other.num_generated or other.sequence.num_computed):
+                other.logprobs.prompt = self.logprobs.prompt.copy()
                 sequence = other.sequence
                 sequence.cache = sequence.manager.fork(self.sequence.cache)
                 sequence.manager.truncate(sequence.cache, self.prompt_length - 1)
@@ -292,7 +309,10 @@ class Request:
         if self.finished:
             self._free()
         else:  # the last token at least is computed again, for its logits; of a step that broke off, all are
-            sequence.manager.truncate(sequence.cache, min(sequence.num_computed, self.confirmed_length - 1))
+            length = min(sequence.num_computed, self.confirmed_length - 1)
+            if (missing := self.logprobs.missing) is not None:
+                length = min(length, missing.first)
+            sequence.manager.truncate(sequence.cache, length)
         self.drop_drafts()
 
     def release(self) -> None:
@@ -325,6 +345,8 @@ class Request:
             self.cached_tokens,
             *split_reply(text, self.thinking, self.marks),
             [other.completion() for other in self.others],
+            logprobs=self.logprobs.of_generated(0, self.num_generated),
+            prompt_logprobs=self.logprobs.of_prompt(),
         )
 
 

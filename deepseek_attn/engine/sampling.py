@@ -12,6 +12,7 @@ import torch
 
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
+from deepseek_attn.runner.logprobs import TOP_RULE, is_top
 from deepseek_attn.utils.tracing import traced
 
 WEIGHT_BITS = 44  # weights are integers up to 2**44; the sum over a vocabulary of 2**18 stays below 2**63
@@ -65,6 +66,10 @@ class SamplingParams:
             row)``, that return the row to sample from, in order. The row is float32 ``[vocab]`` on the model's device,
             a copy that may be changed. The result must depend on the arguments alone: with drafts, a function is also
             called for outputs that do not come about.
+        logprobs: for each generated token its log-probability, its rank, and this many of the most likely tokens with
+            theirs; of the model's own distribution, before temperature and filters. 0: the token alone; None: nothing.
+        prompt_logprobs: the same for each token of the prompt but the first. Such a prompt is computed whole: it takes
+            no prefix from the prefix cache.
 
     Raises:
         ValueError: listing every parameter that is out of range.
@@ -90,6 +95,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logits_processors: tuple[Callable[..., torch.Tensor], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         for name, value in (
@@ -175,6 +182,8 @@ class SamplingParams:
                 (name, isinstance(getattr(self, name), bool), "must be True or False")
                 for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
             ),
+            ("logprobs", self.logprobs is None or is_top(self.logprobs), TOP_RULE),
+            ("prompt_logprobs", self.prompt_logprobs is None or is_top(self.prompt_logprobs), TOP_RULE),
         ]
 
     def resolved(self, defaults: Mapping[str, Any] = DEFAULTS) -> SamplingParams:

@@ -131,7 +131,9 @@ class Scheduler:
         stats.cached_tokens += length
 
     def _match(self, request: Request) -> Match:
-        if self.prefixes is None or request.sequence.num_computed:  # of a prompt that it shares
+        if self.prefixes is None or request.logprobs.missing is not None:
+            return Match()
+        if request.sequence.num_computed:  # of a prompt that it shares
             return Match()
         tokens = request.sequence.token_ids
         return self.prefixes.match(request.keys.upto(tokens, len(tokens) - 1))  # one token at least is computed
@@ -193,7 +195,7 @@ class Scheduler:
             return False
         known = first[0] in beginnings
         beginnings.add(first[0])
-        return known
+        return known and request.logprobs.missing is None
 
     def _chunk(self, request: Request, n: int) -> int:
         """At most ``n`` tokens of a prompt, ending where a snapshot can be taken if one is worth it.

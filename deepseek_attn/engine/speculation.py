@@ -22,10 +22,12 @@ import torch
 
 from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Work, is_ready, next_tokens
+from deepseek_attn.engine.logprobs import greedy_logprobs_of, sampled_logprobs
 from deepseek_attn.engine.request import Request
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
 from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
 from deepseek_attn.runner.drafting import DraftRows
+from deepseek_attn.runner.logprobs import TokenLogprobs
 from deepseek_attn.utils.device import AsyncHostCopy
 
 
@@ -141,9 +143,11 @@ class MTPSpeculation(NextToken):
         if output.tokens is not None:
             greedy = output.tokens()
             tokens = [[BROKEN_LOGITS if t == INVALID_TOKEN else t for t in greedy[v.place][-v.rows :]] for v in ready]
+            of_rows = greedy_logprobs_of(work, output)
+            accepted.logprobs = {v.request: of_rows[v.request][-v.rows :] for v in ready if v.request in of_rows}
         else:
             logits = output.logits or []
-            tokens = self._sample(ready, [logits[v.place][-v.rows :] for v in ready])
+            tokens, accepted.logprobs = self._sample(ready, [logits[v.place][-v.rows :] for v in ready])
         verified = [v for v, after in zip(ready, tokens, strict=True) if v.verify(after, accepted)]
         unfinished = [v for v in verified if v.request.tokens_left > len(v.tokens)]
         if output.drafts is not None:
@@ -155,10 +159,14 @@ class MTPSpeculation(NextToken):
                 self._draft(unfinished, [states[v.place][-v.rows :][: len(v.tokens)] for v in unfinished])
         return accepted
 
-    def _sample(self, ready: list[_Verification], logits: list[torch.Tensor]) -> list[list[int | str]]:
-        """The token after each row of each request, or why there is none."""
-        chosen = iter(next_tokens(torch.cat(logits), [(v.request, i) for v in ready for i in range(v.rows)]))
-        return [[next(chosen) for _ in range(v.rows)] for v in ready]
+    def _sample(
+        self, ready: list[_Verification], rows: list[torch.Tensor]
+    ) -> tuple[list[list[int | str]], dict[Request, TokenLogprobs]]:
+        """The token after each row of each request, or why there is none; log-probabilities where they are wanted."""
+        logits, owners = torch.cat(rows), [(v.request, i) for v in ready for i in range(v.rows)]
+        tokens = next_tokens(logits, owners)
+        chosen = iter(tokens)
+        return [[next(chosen) for _ in range(v.rows)] for v in ready], sampled_logprobs(owners, logits, tokens)
 
     def _draft(self, verified: list[_Verification], hidden_states: list[torch.Tensor]) -> None:
         """Fills the MTP layer's rows of the confirmed tokens, and drafts the tokens after the newest one."""

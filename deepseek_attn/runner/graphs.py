@@ -84,9 +84,22 @@ class DecodeRun:
         """Of the last ``counts`` rows of each sequence (None: all of them), a copy."""
         return self._gather(self.step.logits, self.lengths if counts is None else counts)
 
+    def some_logits(self, counts: list[int], rows: list[int]) -> torch.Tensor:
+        """Some rows of ``logits(counts)``, perhaps a view of the step's results."""
+        of_step = self._rows(counts)
+        return select(self.step.logits, [of_step[row] for row in rows])
+
+    def logits_at(self, rows: list[int]) -> torch.Tensor:
+        """Some rows of ``logits()``, perhaps a view of the step's results."""
+        return self.some_logits(self.lengths, rows)
+
     def _gather(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return select(tensor, self._rows(counts)).clone()
+
+    def _rows(self, counts: list[int]) -> list[int]:
+        """Rows of the step that are the last ``counts`` of each sequence."""
         ends = [p * self.step.size.rows_per_request + n for p, n in zip(self.places, self.lengths, strict=True)]
-        return select(tensor, [row for end, n in zip(ends, counts, strict=True) for row in range(end - n, end)]).clone()
+        return [row for end, n in zip(ends, counts, strict=True) for row in range(end - n, end)]
 
     def subset(self, requests: list[int], lengths: list[int]) -> DecodeRun:
         """The same run, with the results of some of its sequences only."""

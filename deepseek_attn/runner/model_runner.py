@@ -28,9 +28,10 @@ from deepseek_attn.runner.build import LoadedModel, build_runner
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, DraftRows
 from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeRun, DraftTokens
+from deepseek_attn.runner.logprobs import TokenLogprobs, check_top, greedy_logprobs, known_logprobs
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
 from deepseek_attn.runner.prompts import TokenIds, each_prompt
-from deepseek_attn.runner.scoring import score_prompts
+from deepseek_attn.runner.scoring import score_logprobs, score_prompts
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.runner.step import (
     Batch,
@@ -262,11 +263,18 @@ class ModelRunner(LoadedModel):
             output.mtp_logits = None if drafts is None else in_batch_order(drafts)
         if options.hidden_states:
             output.hidden_states = in_batch_order(results.hidden_states(counts).clone().split(counts))
+        if any(options.scored):
+            batch = [(sequence.token_ids, sequence.num_computed, n) for sequence, n in rows]
+            scored = known_logprobs(results, batch, [options.scored[i] for i in order], self.config.vocab_size)
+            output.scored = in_batch_order(scored)
         if not options.greedy:
             output.logits = in_batch_order(results.logits(counts).split(counts))
             return output
         tokens = results.tokens(counts)
         output.tokens = lambda: in_batch_order(tokens())
+        if any(top is not None for top in options.logprobs):
+            logprobs = greedy_logprobs(results, counts, [options.logprobs[i] for i in order])
+            output.logprobs = lambda: in_batch_order(logprobs.wait())
         if options.drafts and isinstance(results, DecodeRun):
             output.drafts = lambda: in_batch_order(results.drafts())
         return output
@@ -480,6 +488,21 @@ class ModelRunner(LoadedModel):
             For each prompt float32 ``[len, vocab_size]`` on the CPU.
         """
         return self._score(list(each_prompt(prompts)), chunk_size, progress=progress)[0]
+
+    @in_turn
+    def score_logprobs(
+        self, prompts: Iterable[TokenIds], top: int = 0, chunk_size: int | None = None, *, progress: bool = False
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of all tokens of each prompt but its first, which follows on nothing.
+
+        They are those of `score`'s logits, of which a block of rows exists at a time.
+
+        Args:
+            prompts, chunk_size: as in `score`.
+            top: number of most likely tokens that are listed for each place.
+        """
+        check_top(top, "top")
+        return score_logprobs(self, list(each_prompt(prompts)), top, chunk_size, progress=progress)
 
     def score_mtp(
         self, prompts: Iterable[TokenIds], chunk_size: int | None = None, *, progress: bool = False

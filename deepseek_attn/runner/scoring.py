@@ -1,8 +1,9 @@
-"""Logits of whole texts, computed step by step through the caches."""
+"""Logits and log-probabilities of whole texts, computed step by step through the caches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from tqdm.auto import tqdm
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.options import is_integer
+from deepseek_attn.runner.logprobs import ScoredRows, TokenLogprobs
 from deepseek_attn.runner.prompts import TokenIds, each_prompt
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.runner.step import Batch, StepOptions, StepOutput
@@ -36,23 +38,58 @@ def score_prompts(
     progress: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Result of `ModelRunner.score`; of `ModelRunner.score_mtp` with ``mtp``, without it the second list is empty."""
-    if chunk_size is not None and (not is_integer(chunk_size) or chunk_size < 1):
-        raise ValueError(f"chunk_size={chunk_size!r}: must be an integer of at least 1")
     sequences = [runner.sequence(prompt) for prompt in each_prompt(prompts)]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     mtp_logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     options = StepOptions(all_logits=True, mtp=mtp)
+    with closing(scoring_steps(runner, sequences, lambda chosen: options, chunk_size, progress)) as steps:
+        for i, place, out in steps:
+            if out.logits is not None:
+                logits[i].append(out.logits[place].cpu())
+            if out.mtp_logits is not None:
+                mtp_logits[i].append(out.mtp_logits[place].cpu())
+    return [torch.cat(chunks) for chunks in logits], [torch.cat(chunks) for chunks in mtp_logits] if mtp else []
+
+
+def score_logprobs(
+    runner: Scorer, prompts: Iterable[TokenIds], top: int, chunk_size: int | None = None, *, progress: bool = False
+) -> list[TokenLogprobs]:
+    """Result of `ModelRunner.score_logprobs`."""
+    sequences = [runner.sequence(prompt) for prompt in each_prompt(prompts)]
+    parts: list[list[TokenLogprobs]] = [[] for _ in sequences]
+
+    def options(chosen: list[Sequence]) -> StepOptions:
+        return StepOptions(scored=tuple(ScoredRows(0, len(sequence.token_ids) - 1, top) for sequence in chosen))
+
+    with closing(scoring_steps(runner, sequences, options, chunk_size, progress)) as steps:
+        for i, place, out in steps:
+            if out.scored is not None and (part := out.scored[place]) is not None:
+                parts[i].append(part)
+    return [TokenLogprobs.join(chunks, top) for chunks in parts]
+
+
+def scoring_steps(
+    runner: Scorer,
+    sequences: list[Sequence],
+    options: Callable[[list[Sequence]], StepOptions],
+    chunk_size: int | None,
+    progress: bool,
+) -> Generator[tuple[int, int, StepOutput]]:
+    """Computes all tokens; yields for each sequence of each step its number, its place in the step, and the output.
+
+    Args:
+        options: of a step over these sequences.
+    """
+    if chunk_size is not None and (not is_integer(chunk_size) or chunk_size < 1):
+        raise ValueError(f"chunk_size={chunk_size!r}: must be an integer of at least 1")
     bar = tqdm(total=sum(len(s.token_ids) for s in sequences), unit="tok", disable=None if progress else True)
     try:
         with bar:
             while pending := [i for i, s in enumerate(sequences) if s.num_pending]:
                 work = plan_chunks([(i, sequences[i]) for i in pending], chunk_size, runner.layout)
-                out = runner.step([(sequences[i], n) for i, n in work], options)
-                for position, (i, n) in enumerate(work):
-                    if out.logits is not None:
-                        logits[i].append(out.logits[position].cpu())
-                    if out.mtp_logits is not None:
-                        mtp_logits[i].append(out.mtp_logits[position].cpu())
+                out = runner.step([(sequences[i], n) for i, n in work], options([sequences[i] for i, _ in work]))
+                for place, (i, n) in enumerate(work):
+                    yield i, place, out
                     if not sequences[i].num_pending:
                         sequences[i].free()
                         sequences[i].token_ids.clear()
@@ -61,7 +98,6 @@ def score_prompts(
         for sequence in sequences:
             sequence.free()
     runner.wait_for_ranks()
-    return [torch.cat(chunks) for chunks in logits], [torch.cat(chunks) for chunks in mtp_logits] if mtp else []
 
 
 def plan_chunks(

@@ -14,6 +14,7 @@ from deepseek_attn.cache.manager import CacheManager, SequenceCache
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.kernels.sampling import greedy_tokens
+from deepseek_attn.runner.logprobs import ScoredRows, TokenLogprobs
 from deepseek_attn.runner.prompts import shown
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.utils.device import AsyncHostCopy, to_device
@@ -41,6 +42,10 @@ class StepOptions:
             its drafts and nothing else, each with the most tokens that will ever be computed of it: that step is
             launched at once, before the host has read the token, where decode steps run over persistent tensors and
             pages are free.
+        logprobs: with ``greedy``, by sequence of the batch the number of alternatives that are listed with the
+            log-probability of its greedy tokens; None: no log-probabilities. Empty: of no sequence.
+        scored: by sequence of the batch, tokens that it has already whose log-probabilities are computed; None: none.
+            Empty: of no sequence.
         observer: called by each attention layer of the backbone once it has attended. Such a step runs eagerly.
     """
 
@@ -51,6 +56,8 @@ class StepOptions:
     mtp: bool = False
     drafts: int = 0
     next_step: tuple[tuple[Sequence, int], ...] = ()
+    logprobs: tuple[int | None, ...] = ()
+    scored: tuple[ScoredRows | None, ...] = ()
     observer: Callable[[AttentionCall], None] | None = None
 
 
@@ -66,6 +73,9 @@ class StepOutput:
         hidden_states: ``[n, ...]`` of the same tokens, as the backbone returns them; None without ``hidden_states``.
         mtp_logits: float32 ``[m, vocab_size]`` of the MTP layer, for all new tokens whose next token is known; None
             without ``mtp``.
+        logprobs: call it for the log-probabilities of ``tokens``, None for a sequence without; it waits for the device.
+            None without `StepOptions.logprobs`.
+        scored: log-probabilities as `StepOptions.scored` says, None for a sequence without; None without any.
     """
 
     logits: list[torch.Tensor] | None = None
@@ -73,6 +83,8 @@ class StepOutput:
     drafts: Callable[[], list[list[int]]] | None = None
     hidden_states: list[torch.Tensor] | None = None
     mtp_logits: list[torch.Tensor] | None = None
+    logprobs: Callable[[], list[TokenLogprobs | None]] | None = None
+    scored: list[TokenLogprobs | None] | None = None
 
 
 class HasLogits(Protocol):
@@ -96,15 +108,28 @@ class EagerStep:
     lengths: list[int]
     states: torch.Tensor
     one_by_one: bool = False
+    _last_logits: tuple[list[int], torch.Tensor] | None = None
 
     def hidden_states(self, counts: list[int]) -> torch.Tensor:
         return self._last_rows(counts)
 
     def logits(self, counts: list[int]) -> torch.Tensor:
-        rows = self._last_rows(counts)
+        if self._last_logits is None or self._last_logits[0] != counts:
+            self._last_logits = counts, self._logits(self._last_rows(counts))
+        return self._last_logits[1]
+
+    def some_logits(self, counts: list[int], rows: list[int]) -> torch.Tensor:
+        """Some rows of ``logits(counts)``."""
+        return self.logits(counts)[to_device(rows, self.states.device)]
+
+    def logits_at(self, rows: list[int]) -> torch.Tensor:
+        """Logits of some rows of the step."""
+        return self._logits(self.states[to_device(rows, self.states.device)])
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
         if self.one_by_one:  # copies: a product may also round by where in memory its rows begin
-            return torch.cat([self.model.logits(row.clone()) for row in rows.split(1)])
-        return self.model.logits(rows)
+            return torch.cat([self.model.logits(row.clone()) for row in states.split(1)])
+        return self.model.logits(states)
 
     def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
         """Starts to copy the greedy tokens to the host; returns a function that waits for them."""

@@ -80,7 +80,11 @@ class AsyncHostCopy:
     def wait(self) -> list:
         """Waits for the copy; returns the values as (nested) lists."""
         if self._values is None:
-            if self._arrived is not None:
-                self._arrived.synchronize()
-            self._values = self._host.tolist()
+            self._values = self.wait_for_tensor().tolist()
         return self._values
+
+    def wait_for_tensor(self) -> torch.Tensor:
+        """Waits for the copy, a tensor on the CPU."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
