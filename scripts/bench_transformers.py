@@ -12,6 +12,7 @@ import json
 import platform
 import statistics
 import time
+from inspect import signature
 
 import torch
 import transformers
@@ -36,9 +37,10 @@ def time_transformers(model: torch.nn.Module, tokens: list[int], prompt: int) ->
     start = time.perf_counter()
     out = model(ids[:, :prompt], use_cache=True, logits_to_keep=1)
     prefill = time.perf_counter() - start
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # before 5.24
     start = time.perf_counter()
     for i in range(prompt, len(tokens)):
-        out = model(ids[:, i : i + 1], past_key_values=out.past_key_values, use_cache=True)
+        out = model(ids[:, i : i + 1], **{name: out.past_key_values}, use_cache=True)
     return prefill, time.perf_counter() - start, out.logits[0, -1]
 
 

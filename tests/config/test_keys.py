@@ -205,11 +205,15 @@ def test_each_key_is_refused_or_has_transformers_meaning(base, path, value):
     raw = with_key(BASES[base], path, value)
     unused = any(fnmatchcase(path, pattern) for pattern in UNUSED)
     try:
-        config = ModelConfig.from_dict(raw)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            config = ModelConfig.from_dict(raw)
     except ValueError as error:
         assert str(error).startswith("invalid config (dict)")  # noqa: PT017
         assert not unused
         return
+    for warning in caught:
+        assert f"unknown keys are not read: {path.split('.')[0]}" in str(warning.message)
     if unused:
         assert config == ModelConfig.from_dict(BASES[base])
     source, tokens, logits = ours(config)

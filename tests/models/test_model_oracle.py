@@ -8,6 +8,7 @@ checks that.
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -150,7 +151,8 @@ QUICK = [(1, True, False), (2, False, False), (2, True, True), (8, False, True),
 def test_any_branch_equals_brute_force(ratio, overlap, indexer):
     switches = {"compress_overlap": {str(ratio): overlap}, "compress_indexer": {str(ratio): indexer}} if ratio else {}
     topk = 1 if ratio == 128 else 6
-    config = small_config([ratio, ratio], mtp=1, index_topk=topk, **switches)
+    with pytest.warns(UserWarning, match="one entry per token") if ratio == 1 else nullcontext():
+        config = small_config([ratio, ratio], mtp=1, index_topk=topk, **switches)
     assert [(s.ratio, s.overlap, s.has_indexer) for s in config.layers] == [(ratio, overlap, indexer)] * 2
     source = RandomSource(config, 1)
     # three windows and some tokens; the tokens of the last, open window are read through the sliding window only

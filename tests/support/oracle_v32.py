@@ -8,6 +8,7 @@ and can be given the mistakes that implementations have made.
 from __future__ import annotations
 
 import math
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -74,9 +75,10 @@ class TransformersV32Oracle:
     @torch.no_grad()
     def step_by_step(self, tokens: list[int]) -> torch.Tensor:
         """The same token by token, through transformers' own cache."""
+        name = "cache" if "cache" in signature(self.model.forward).parameters else "past_key_values"  # before 5.24
         cache, rows = None, []
         for token in tokens:
-            out = self.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            out = self.model(torch.tensor([[token]]), **{name: cache}, use_cache=True)
             cache = out.past_key_values
             rows.append(out.logits[0])
         return torch.cat(rows)
