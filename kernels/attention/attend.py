@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from deepseek_attn.kernels.attention.attend_triton import AttendOutputs
 from deepseek_attn.kernels.attention.launch import RawQ, launch
 from deepseek_attn.kernels.attention.plan import AttendProblem, plan_attend
-from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys, check_max_logits
-from deepseek_attn.kernels.common.device import FLOATS, gpu, on_gpu
+from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys
+from deepseek_attn.kernels.common.checks import INTS, check
+from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
@@ -39,15 +39,8 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """`kernels.attention.sparse_attention`."""
     _check_query(q, sink, indices, lens)
-    if kv.dim() != 2 or kv.shape[1] != q.shape[2] or kv.stride(1) != 1 or kv.dtype not in FLOATS:
-        raise ValueError(
-            f"kv must be [N, {q.shape[2]}] float32, bfloat16 or float16 with contiguous rows for q {tuple(q.shape)}, "
-            f"got {tuple(kv.shape)} {kv.dtype}, strides {kv.stride()}"
-        )
-    check_max_logits(q, max_logits)
-    d_v = q.shape[2] if d_v is None else d_v
-    if not 0 < d_v <= q.shape[2]:
-        raise ValueError(f"d_v must be in 1 .. {q.shape[2]}, got {d_v}")
+    check("kv", kv, ("N", q.shape[2]), FLOATS, rows=True)
+    check("max_logits", max_logits, q.shape[:2], torch.float32, contiguous=True)
     layout = EntryLayout(1, q.shape[2], q.shape[2])
     keys = AttendedKeys(layout, kv, kv.stride(0), kv.shape[0], _rows_contiguous(indices), _contiguous(lens))
     return _attend(q, [keys], scale, sink, d_v, out, max_logits, rows=True)
@@ -62,11 +55,7 @@ def sparse_attention_paged(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`kernels.attention.sparse_attention_paged`."""
-    checked_keys, dim = _checked_pools(q, keys, sink), q.shape[2]
-    d_v = dim if d_v is None else d_v
-    if not 0 < d_v <= dim:
-        raise ValueError(f"d_v must be in 1 .. {dim}, got {d_v}")
-    return _attend(q, checked_keys, scale, sink, d_v, out)
+    return _attend(q, _checked_pools(q, keys, sink), scale, sink, d_v, out)
 
 
 def attend_raw_q(
@@ -82,8 +71,7 @@ def attend_raw_q(
     check_raw_queries(raw_q)
     (T, width), H = raw_q.q.shape, raw_q.num_heads
     by_head = raw_q.q.view(T, H, width // H)
-    if q is not None and (q.shape != by_head.shape or q.dtype != by_head.dtype or q.stride(2) != 1):
-        raise ValueError(f"q must be {tuple(by_head.shape)} {by_head.dtype}, got {tuple(q.shape)} {q.dtype}")
+    check("q", q, by_head.shape, by_head.dtype, rows=True)
     rotated, q = q is not None, by_head if q is None else q
     pools = _with_entries(_checked_pools(q, keys, sink))
     _check_heads(raw_q, keys[0].record, groups)
@@ -166,13 +154,17 @@ def _attend(
     keys: list[AttendedKeys],
     scale: float,
     sink: Tensor | None,
-    d_v: int,
+    d_v: int | None,
     out: Tensor | None,
     max_logits: Tensor | None = None,
     rows: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    T, H, _ = q.shape
-    out = _checked_out(q, d_v, out)
+    T, H, dim = q.shape
+    d_v = dim if d_v is None else d_v
+    if not 0 < d_v <= dim:
+        raise ValueError(f"d_v must be in 1 .. {dim}, got {d_v}")
+    check("out", out, (T, H, d_v), q.dtype, rows=True)
+    out = torch.empty(T, H, d_v, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
     keys = _with_entries(keys)
     if not keys or out.numel() == 0:
@@ -194,28 +186,9 @@ def _contiguous(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.contiguous()
 
 
-def _checked_out(q: Tensor, d_v: int, out: Tensor | None) -> Tensor:
-    shape = (*q.shape[:2], d_v)
-    if out is None:
-        return torch.empty(shape, dtype=q.dtype, device=q.device)
-    if out.shape != shape or out.dtype != q.dtype or out.stride(2) != 1:
-        raise ValueError(f"out must be {shape} {q.dtype} with contiguous channels, got {tuple(out.shape)} {out.dtype}")
-    return out
-
-
 def _check_query(q: Tensor, sink: Tensor | None, indices: Tensor, lens: Tensor | None) -> None:
-    on_device = on_gpu(q) or triton.knobs.runtime.interpret
-    if q.dim() != 3 or q.dtype not in FLOATS or not on_device:
-        raise ValueError(
-            f"q must be [T, H, d] float32, bfloat16 or float16 on a GPU, got {tuple(q.shape)} {q.dtype} on {q.device}"
-        )
+    check("q", q, ("T", "H", "d"), FLOATS)
     T, H, _ = q.shape
-    if sink is not None and (sink.shape != (H,) or not sink.is_floating_point()):
-        raise ValueError(f"sink must be [{H}], one logit per head, got {tuple(sink.shape)} {sink.dtype}")
-    if indices.dim() != 2 or indices.shape[0] != T or indices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"indices must be int32 or int64 [{T}, K] for q {tuple(q.shape)}, got {tuple(indices.shape)} "
-            f"{indices.dtype}"
-        )
-    if lens is not None and (lens.shape != (T,) or lens.is_floating_point()):
-        raise ValueError(f"lens must be integers [{T}] for q {tuple(q.shape)}, got {tuple(lens.shape)} {lens.dtype}")
+    check("sink", sink, (H,), FLOATS)
+    check("indices", indices, (T, "K"), INTS)
+    check("lens", lens, (T,), INTS)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.attention.gather_triton import EntryShape, GatherPool, GatherRows, gather_kernel
 from deepseek_attn.kernels.attention.plan import GatherProblem, plan_gather
+from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.plans import KernelPlan, cdiv
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
@@ -25,13 +26,11 @@ def dequantize_and_gather_k_cache(
 ) -> None:
     """`kernels.attention.dequantize_and_gather_k_cache`; a CUDA graph may hold the launch."""
     b, M, _ = out.shape
-    lens = seq_lens if gather_lens is None else gather_lens
-    if seq_lens.shape != (b,) or lens.shape != (b,) or block_table.dim() != 2 or block_table.shape[0] != b:
-        raise ValueError(
-            f"out has {b} requests: got seq_lens {tuple(seq_lens.shape)}, gather_lens {tuple(lens.shape)}, "
-            f"block_table {tuple(block_table.shape)}"
-        )
-    plan, shape = _planned_shape(out, record, pool, block_table, block_size)
+    check("out", out, ("b", "M", record.dim), FLOATS, rows=True)
+    check("seq_lens", seq_lens, (b,))
+    check("gather_lens", gather_lens, (b,))
+    check("block_table", block_table, (b, "pages"), rows=True)
+    plan, shape = _planned_shape(out, record, pool, block_size)
     max_rows = M - offset
     if b == 0 or max_rows <= 0:
         return
@@ -42,15 +41,8 @@ def dequantize_and_gather_k_cache(
     )  # fmt: skip
 
 
-def _planned_shape(
-    out: Tensor, record: CacheRecord, pool: Tensor, block_table: Tensor, n: int
-) -> tuple[KernelPlan, EntryShape]:
-    """The plan for a record and the constants of its launch; checks ``out``, ``pool`` and the table."""
-    if out.dtype not in FLOATS or out.shape[-1] != record.dim or out.stride(-1) != 1 or block_table.stride(1) != 1:
-        raise ValueError(
-            f"out must have contiguous rows of {record.dim} float32, bfloat16 or float16 values and block_table "
-            f"contiguous rows, got {tuple(out.shape)} {out.dtype}, strides {out.stride()} and {block_table.stride()}"
-        )
+def _planned_shape(out: Tensor, record: CacheRecord, pool: Tensor, n: int) -> tuple[KernelPlan, EntryShape]:
+    """The plan for a record and the constants of its launch; checks the pool."""
     raw = torch.bfloat16
     if record.name == "plain":
         raw, coded, group, raw_at, entry = record.dtype, 0, 64, 0, record.entry_bytes

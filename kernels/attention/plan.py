@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +17,18 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import MANY_ROWS, batch_invariant
 from deepseek_attn.kernels.common.plans import (
     ANY,
+    HOPPER,
     Choice,
-    Condition,
-    KernelPlan,
     Row,
     Table,
+    above,
     cdiv,
     condition,
+    equals,
+    kernel_planner,
     next_power_of_2,
     planner,
+    up_to,
 )
 
 
@@ -117,19 +120,6 @@ HOPPER_TILES = AttendTiles(64, 64, 8, 1)
 """The only tiles of the kernels for Hopper."""
 
 
-def equals(field: str, value: Any) -> Condition[Any]:
-    return Condition(f"{field} == {value!r}", lambda problem, gpu: getattr(problem, field) == value)
-
-
-def above(field: str, value: int) -> Condition[Any]:
-    return Condition(f"{field} > {value}", lambda problem, gpu: getattr(problem, field) > value)
-
-
-@condition
-def hopper(problem: AttendProblem, gpu: GPU) -> bool:
-    return gpu.hopper
-
-
 @condition
 def v4_pages(problem: AttendProblem, gpu: GPU) -> bool:
     """Entries of ``fp8_v4`` whose sizes `attend_hopper_kernel` is written for."""
@@ -174,23 +164,23 @@ ATTEND = Table(
     "attention.attend",
     {
         "attend_kernel": ANY,
-        "attend_hopper_kernel": hopper & v4_pages,
-        "attend_v32_hopper_kernel": hopper & v32_pages,
-        "attend_rows_hopper_kernel": hopper & half_rows,
+        "attend_hopper_kernel": HOPPER & v4_pages,
+        "attend_v32_hopper_kernel": HOPPER & v32_pages,
+        "attend_rows_hopper_kernel": HOPPER & half_rows,
     },
     [
         Row(MANY_HEADS & rows_fill_gpu, "attend_rows_hopper_kernel", HOPPER_TILES, TUNED_V4),
         Row(equals("product_dtype", torch.float32), "attend_kernel", AttendTiles(16, 16, 4, 1)),
-        Row(~hopper & (~MANY_HEADS | WIDE), "attend_kernel", AttendTiles(16, 32, 4, 2)),
-        Row(~hopper, "attend_kernel", AttendTiles(32, 32, 8, 2)),
+        Row(~HOPPER & (~MANY_HEADS | WIDE), "attend_kernel", AttendTiles(16, 32, 4, 2)),
+        Row(~HOPPER, "attend_kernel", AttendTiles(32, 32, 8, 2)),
         # 9.7 us instead of 10.2; with 4 queries 13.2 instead of 12.1
         Row(v32_pages & WIDE & ONE & ~MANY_HEADS, "attend_kernel", AttendTiles(16, 32, 4, 2, 128)),
         Row(WIDE | ~small, "attend_v32_hopper_kernel", HOPPER_TILES, TUNED_V32),
         Row(~small, "attend_hopper_kernel", HOPPER_TILES, LAYERS),
         Row(WIDE & ~MANY_HEADS, "attend_kernel", AttendTiles(16, 32, 8, 1)),
         Row(WIDE, "attend_kernel", AttendTiles(64, 64, 8, 1, 128), TUNED_V32),
-        Row(ONE & ~above("width", 192), "attend_kernel", AttendTiles(16, 16, 4, 2, 128), LAYERS),
-        Row(ONE & small & ~above("width", 640), "attend_kernel", AttendTiles(16, 32, 8, 1, 128), LAYERS),
+        Row(ONE & up_to("width", 192), "attend_kernel", AttendTiles(16, 16, 4, 2, 128), LAYERS),
+        Row(ONE & small & up_to("width", 640), "attend_kernel", AttendTiles(16, 32, 8, 1, 128), LAYERS),
         Row(small, "attend_kernel", AttendTiles(16, 64, 8, 2, 128), LAYERS),
         Row(~MANY_HEADS, "attend_kernel", AttendTiles(16, 64, 4, 2)),
         Row(ANY, "attend_kernel", AttendTiles(64, 64, 8, 2, 128)),
@@ -239,9 +229,7 @@ def whole_columns(problem: CombineProblem, gpu: GPU) -> CombineTiles:
 
 
 COMBINE = Table(
-    "attention.combine",
-    {"attention_combine_kernel": ANY},
-    [Row(ANY, "attention_combine_kernel", whole_columns)],
+    "attention.combine", {"attention_combine_kernel": ANY}, [Row(ANY, "attention_combine_kernel", whole_columns)]
 )
 
 
@@ -300,22 +288,15 @@ class LayerCall:
 
 
 @condition
-def compiled_heads(problem: LayerCall, gpu: GPU) -> bool:
-    """Head counts that FlashMLA is compiled for; of pages it pads others."""
-    return problem.heads in (64, 128)
-
-
-@condition
-def window_or_above_2048_keys(problem: LayerCall, gpu: GPU) -> bool:
-    return problem.width <= 128 or problem.width > 2048
-
-
-@condition
 def flashmla_runs(problem: LayerCall, gpu: GPU) -> bool:
     """FlashMLA is compiled for compute capabilities 9.0 and 10.0."""
     return gpu.capability in ((9, 0), (10, 0))
 
 
+HEADS_64, HEADS_128 = equals("heads", 64), equals("heads", 128)
+COMPILED = HEADS_64 | HEADS_128
+"""Head counts that FlashMLA is compiled for; of pages it pads others."""
+WINDOW_OR_MANY = up_to("width", 128) | above("width", 2048)
 ROWS, V32 = equals("record", ""), equals("record", "fp8_v32")
 V32_OPS, DECODE = "h200_v32_ops.json: rows", "h200_attention_decode.json: results"
 
@@ -324,14 +305,18 @@ V32_OPS, DECODE = "h200_v32_ops.json: rows", "h200_attention_decode.json: result
 # compiled for pay for padding.
 LIBRARY = Table(
     "attention.library",
-    {"FlashMLA": flashmla_runs & (~ROWS | compiled_heads), "attend_kernel": ANY},
+    {"FlashMLA": flashmla_runs & (~ROWS | COMPILED), "attend_kernel": ANY},
     [
         Row(ROWS, "FlashMLA"),
-        Row(V32 & equals("heads", 128) & above("queries", 1), "FlashMLA", source=V32_OPS),
-        Row(V32 & equals("heads", 64) & above("queries", 7), "FlashMLA", source=V32_OPS),
-        Row(V32 & ~compiled_heads & above("queries", 31), "FlashMLA", source=V32_OPS),
-        Row(~V32 & equals("heads", 128) & window_or_above_2048_keys & above("queries", 8), "FlashMLA", source=DECODE),
-        Row(~V32 & equals("heads", 128) & above("queries", 32), "FlashMLA", source=DECODE),
+        Row(V32 & HEADS_128 & above("queries", 1), "FlashMLA", source=V32_OPS),
+        Row(V32 & HEADS_64 & above("queries", 7), "FlashMLA", source=V32_OPS),
+        Row(V32 & ~COMPILED & above("queries", 31), "FlashMLA", source=V32_OPS),
+        Row(
+            ~V32 & HEADS_128 & WINDOW_OR_MANY & above("queries", 8),
+            "FlashMLA",
+            source=DECODE,
+        ),
+        Row(~V32 & HEADS_128 & above("queries", 32), "FlashMLA", source=DECODE),
         Row(ANY, "attend_kernel", source=DECODE),
     ],
 )
@@ -393,9 +378,4 @@ def whole_rows(problem: GatherProblem, gpu: GPU) -> GatherTiles:
 
 
 GATHER = Table("attention.gather", {"gather_kernel": ANY}, [Row(ANY, "gather_kernel", whole_rows)])
-
-
-@planner("attention.gather")
-def plan_gather(problem: GatherProblem, gpu: GPU) -> KernelPlan:
-    """One launch for any number of rows."""
-    return KernelPlan.of(GATHER.choose(problem, gpu), gpu)
+plan_gather = kernel_planner(GATHER)

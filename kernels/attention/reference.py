@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.attention.types import PagedKeys, check_max_logits
+from deepseek_attn.kernels.attention.types import PagedKeys
 from deepseek_attn.kernels.common.blocks import SCRATCH_BYTES, row_blocks, rows_per_block, value_range
+from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.norm_rope import freqs_cis_at, rotate_
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
@@ -48,7 +49,7 @@ def sparse_attention(
     _check_query(q, sink)
     if kv.dim() != 2 or kv.shape[1] != q.shape[2]:
         raise ValueError(f"kv must be [N, {q.shape[2]}] for q {tuple(q.shape)}, got {tuple(kv.shape)}")
-    check_max_logits(q, max_logits)
+    check("max_logits", max_logits, q.shape[:2], torch.float32, contiguous=True)
     d_v = _value_dim(q, d_v)
     budget = SCRATCH_BYTES
     if kv.dtype != torch.float32 and kv.numel() * 4 <= budget // 2:

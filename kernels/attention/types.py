@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.records import CacheRecord
@@ -63,18 +62,3 @@ class AttendedKeys:
     limit: int
     indices: Tensor
     lens: Tensor | None
-
-
-def check_max_logits(q: Tensor, max_logits: Tensor | None) -> None:
-    """Checks a buffer for the largest logit of each row of ``q [T, H, d]``.
-
-    Raises:
-        ValueError: the tensor is not a contiguous float32 ``[T, H]``.
-    """
-    if max_logits is not None and (
-        max_logits.shape != q.shape[:2] or max_logits.dtype != torch.float32 or not max_logits.is_contiguous()
-    ):
-        raise ValueError(
-            f"max_logits must be contiguous float32 {list(q.shape[:2])} for q {tuple(q.shape)}, got "
-            f"{list(max_logits.shape)} {max_logits.dtype}"
-        )

@@ -66,14 +66,12 @@ def launch(plan: KernelPlan, x: Tensor, out: Tensor, peers: PeerBuffers, words: 
     Without a ``dtype`` the words of all ranks are stored, concatenated by rank.
     ``x`` and ``out`` are flat and int32.
     """
-    block, warps = plan.choice.config
+    block = plan.choice.config.block
     exchange_kernel[(cdiv(words, block),)](
         ExchangeWords(x, out, peers.addresses, peers.state, words, peers.timeout_ms),
         peers.rank,
         CONFIG=ExchangeConfig(peers.world, peers.capacity, scatter, block),
         DTYPE=dtype,
-        PDL=plan.pdl,
         enable_fp_fusion=True,
-        num_warps=warps,
-        launch_pdl=plan.pdl,
+        **plan.options,
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, KernelPlan, Row, Table, planner
+from deepseek_attn.kernels.common.plans import ANY, Row, Table, kernel_planner
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,4 @@ class ExchangeTiles(NamedTuple):
 EXCHANGES = Table(
     "collectives.exchange", {"exchange_kernel": ANY}, [Row(ANY, "exchange_kernel", ExchangeTiles(128, 4))]
 )
-
-
-@planner("collectives.exchange")
-def plan(problem: ExchangeProblem, gpu: GPU) -> KernelPlan:
-    """The same launch for all three collectives."""
-    return KernelPlan.of(EXCHANGES.choose(problem, gpu), gpu)
+plan = kernel_planner(EXCHANGES)

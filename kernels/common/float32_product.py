@@ -25,7 +25,7 @@ from deepseek_attn.kernels.common.float32_product_triton import (
     split_float32_weight_kernel,
 )
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import cdiv
+from deepseek_attn.kernels.common.plans import cdiv, launch_options
 
 
 class PartialSums(NamedTuple):
@@ -79,11 +79,9 @@ def launch(plan: Float32ProductPlan, x: Tensor, weight: Tensor, split: int, sums
             BLOCK_N=tiles.columns,
             BLOCK_K=64 if x.dtype == torch.bfloat16 else 32,
         ),
-        PDL=plan.pdl,
         enable_fp_fusion=True,
-        num_warps=tiles.warps,
         num_stages=tiles.stages,
-        launch_pdl=plan.pdl,
+        **launch_options(tiles.warps, plan.pdl),
     )
 
 
@@ -91,13 +89,6 @@ def _split_weight(weight: Tensor, pdl: bool) -> Tensor:
     """A contiguous float32 weight ``[N, K]`` as bfloat16 ``[3, N, K]`` that adds up to it, the largest first."""
     terms = torch.empty(3, *weight.shape, dtype=torch.bfloat16, device=weight.device)
     split_float32_weight_kernel[(cdiv(weight.numel(), 1024),)](
-        weight,
-        terms,
-        weight.numel(),
-        BLOCK=1024,
-        PDL=pdl,
-        enable_fp_fusion=True,
-        num_warps=4,
-        launch_pdl=pdl,
+        weight, terms, weight.numel(), BLOCK=1024, enable_fp_fusion=True, **launch_options(4, pdl)
     )
     return terms

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, cdiv, condition, planner
+from deepseek_attn.kernels.common.invariance import MANY_ROWS
+from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, above, cdiv, equals, has, planner, up_to
 
 GROUPS = 8  # of splits; the partial sums of a group are added first, then those of four groups
 GROUPED_ROWS = 512  # rows from which a program computes whole groups, in a product with hundreds of columns
@@ -33,6 +34,16 @@ class Float32ProductProblem:
     split: int
     grouped_rows: int = GROUPED_ROWS
     batch_invariant: bool = False
+
+    @property
+    def planned_rows(self) -> int:
+        """Rows that the launch is configured for."""
+        return MANY_ROWS if self.batch_invariant else self.rows
+
+    @property
+    def grouped(self) -> bool:
+        """A program adds up groups of splits: the order of sums is the same, but not their partial sums."""
+        return self.rows >= self.grouped_rows and not self.batch_invariant
 
 
 @dataclass(frozen=True)
@@ -67,51 +78,8 @@ class Float32ProductPlan:
     pdl: bool
 
 
-@condition
-def _bfloat16(p: Float32ProductProblem, gpu: GPU) -> bool:
-    return p.dtype == torch.bfloat16
-
-
-@condition
-def _one_term(p: Float32ProductProblem, gpu: GPU) -> bool:
-    return p.weight_dtype == torch.bfloat16
-
-
-@condition
-def _batch_invariant(p: Float32ProductProblem, gpu: GPU) -> bool:
-    return p.batch_invariant
-
-
-@condition
-def _grouped(p: Float32ProductProblem, gpu: GPU) -> bool:
-    return p.rows >= p.grouped_rows and not p.batch_invariant
-
-
-@condition
-def _over_1024_rows(p: Float32ProductProblem, gpu: GPU) -> bool:
-    return p.rows >= 2 * GROUPED_ROWS
-
-
-@condition
-def _up_to_16_rows(p: Float32ProductProblem, gpu: GPU) -> bool:
-    return p.rows <= 16 and not p.batch_invariant
-
-
-@condition
-def _up_to_64_rows(p: Float32ProductProblem, gpu: GPU) -> bool:
-    return p.rows <= 64 and not p.batch_invariant
-
-
-@condition
-def _up_to_32_columns(p: Float32ProductProblem, gpu: GPU) -> bool:
-    return p.columns <= 32
-
-
-@condition
-def _over_64_columns(p: Float32ProductProblem, gpu: GPU) -> bool:
-    return p.columns > 64
-
-
+BF16, ONE_TERM = equals("dtype", torch.bfloat16), equals("weight_dtype", torch.bfloat16)
+GROUPED = has("grouped")
 _KERNEL = "float32_product_kernel"
 _DATA = "h200_narrow_products.json: rows"
 
@@ -121,15 +89,19 @@ PRODUCTS = Table(
     "common.float32_product",
     {_KERNEL: ANY},
     [
-        Row(~_bfloat16 & _up_to_16_rows, _KERNEL, Float32ProductTiles(16, 32)),
-        Row(~_bfloat16, _KERNEL, Float32ProductTiles(32, 32)),
-        Row(_grouped & _over_64_columns & _one_term & _over_1024_rows, _KERNEL, Float32ProductTiles(128, 64, 4)),
-        Row(_grouped & _over_64_columns & _one_term, _KERNEL, Float32ProductTiles(64, 64, 4)),
-        Row(_grouped & _over_64_columns, _KERNEL, Float32ProductTiles(128, 128, warps=8)),
-        Row(_grouped & _up_to_32_columns, _KERNEL, Float32ProductTiles(128, 32), _DATA),
-        Row(_grouped, _KERNEL, Float32ProductTiles(128, 64)),
-        Row(_up_to_16_rows, _KERNEL, Float32ProductTiles(16, 32)),
-        Row(_one_term & _up_to_64_rows, _KERNEL, Float32ProductTiles(32, 32)),
+        Row(~BF16 & up_to("planned_rows", 16), _KERNEL, Float32ProductTiles(16, 32)),
+        Row(~BF16, _KERNEL, Float32ProductTiles(32, 32)),
+        Row(
+            GROUPED & above("columns", 64) & ONE_TERM & above("rows", 2 * GROUPED_ROWS - 1),
+            _KERNEL,
+            Float32ProductTiles(128, 64, 4),
+        ),
+        Row(GROUPED & above("columns", 64) & ONE_TERM, _KERNEL, Float32ProductTiles(64, 64, 4)),
+        Row(GROUPED & above("columns", 64), _KERNEL, Float32ProductTiles(128, 128, warps=8)),
+        Row(GROUPED & up_to("columns", 32), _KERNEL, Float32ProductTiles(128, 32), _DATA),
+        Row(GROUPED, _KERNEL, Float32ProductTiles(128, 64)),
+        Row(up_to("planned_rows", 16), _KERNEL, Float32ProductTiles(16, 32)),
+        Row(ONE_TERM & up_to("planned_rows", 64), _KERNEL, Float32ProductTiles(32, 32)),
         Row(ANY, _KERNEL, Float32ProductTiles(64, 32), _DATA),
     ],
 )
@@ -139,14 +111,14 @@ PRODUCTS = Table(
 def plan(problem: Float32ProductProblem, gpu: GPU) -> Float32ProductPlan:
     """One launch, or two; partial sums are in an order that does not depend on the number of rows."""
     product = PRODUCTS.choose(problem, gpu)
-    one_term, grouped = _one_term(problem, gpu), _grouped(problem, gpu)
+    one_term, grouped = problem.weight_dtype == torch.bfloat16, problem.grouped
     splits = cdiv(problem.channels, problem.split)
     inner = cdiv(splits, GROUPS)
     tiles = cdiv(problem.rows, product.config.rows) * cdiv(problem.columns, product.config.columns)
     groups = 4 if grouped and one_term and tiles >= ENOUGH_TILES else 1
     return Float32ProductPlan(
         product,
-        presplit=grouped and _bfloat16(problem, gpu) and not one_term,
+        presplit=grouped and problem.dtype == torch.bfloat16 and not one_term,
         inner=inner if grouped else 1,
         groups=groups,
         partials=cdiv(splits, groups * inner) if grouped else splits,

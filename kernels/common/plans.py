@@ -61,6 +61,26 @@ def condition(test: Callable[[P, GPU], bool]) -> Condition[P]:
 ANY: Condition[Any] = Condition("any", lambda problem, gpu: True)
 
 
+def has(field: str) -> Condition[Any]:
+    """A field of the problem is set."""
+    return Condition(field, lambda problem, gpu: bool(getattr(problem, field)))
+
+
+def equals(field: str, value: Any) -> Condition[Any]:
+    return Condition(f"{field} == {value!r}", lambda problem, gpu: getattr(problem, field) == value)
+
+
+def above(field: str, value: float) -> Condition[Any]:
+    return Condition(f"{field} > {value:g}", lambda problem, gpu: getattr(problem, field) > value)
+
+
+def up_to(field: str, value: float) -> Condition[Any]:
+    return Condition(f"{field} <= {value:g}", lambda problem, gpu: getattr(problem, field) <= value)
+
+
+HOPPER: Condition[Any] = Condition("hopper", lambda problem, gpu: gpu.hopper)
+
+
 @dataclass(frozen=True)
 class Row(Generic[P]):
     """One line of a table.
@@ -103,8 +123,18 @@ class KernelPlan:
 
     @classmethod
     def of(cls, choice: Choice, gpu: GPU) -> Self:
-        """The plan that launches this choice on a GPU."""
-        return cls(choice, gpu.native_fp8, gpu.pdl)
+        """The plan that launches this choice on a GPU; late, if its configuration has ``early=False``."""
+        return cls(choice, gpu.native_fp8, gpu.pdl and getattr(choice.config, "early", True))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the launch, where the configuration says how many warps a program has."""
+        return launch_options(self.choice.config.warps, self.pdl)
+
+
+def launch_options(warps: int, pdl: bool) -> dict[str, Any]:
+    """What every launch of a kernel says that may start early (``PDL``), besides its arguments."""
+    return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
 
 
 @dataclass(frozen=True)
@@ -247,6 +277,11 @@ def planner(op: str) -> Callable[[Callable[[P, GPU], PlanT]], Callable[[P, GPU],
         return planned
 
     return decorate
+
+
+def kernel_planner(table: Table[P], op: str = "") -> Callable[[P, GPU], KernelPlan]:
+    """The `planner` of an op that takes one row of a table; the op has the table's name if none is given."""
+    return planner(op or table.name)(lambda problem, gpu: KernelPlan.of(table.choose(problem, gpu), gpu))
 
 
 def recorded_plans() -> AbstractContextManager[list[Planned]]:

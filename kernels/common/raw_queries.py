@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at, rms_norm, rotate_
 
@@ -58,9 +59,5 @@ def check_head_count(raw_q: RawQueries) -> None:
 def check_raw_queries(raw_q: RawQueries) -> None:
     """`check_head_count`, and ValueError unless the kernels can read ``q`` and ``positions``."""
     check_head_count(raw_q)
-    q, positions = raw_q.q, raw_q.positions
-    if q.dtype not in FLOATS or q.stride(1) != 1 or positions.shape != (len(q),):
-        raise ValueError(
-            f"q must be float32, bfloat16 or float16 with contiguous rows, and positions [{len(q)}]: got {q.dtype}, "
-            f"strides {q.stride()}, positions {tuple(positions.shape)}"
-        )
+    check("q", raw_q.q, ("T", "heads * d"), FLOATS, rows=True)
+    check("positions", raw_q.positions, (len(raw_q.q),))

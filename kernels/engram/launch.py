@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import KernelPlan, cdiv
 from deepseek_attn.kernels.engram.engram_triton import EngramGate, engram_dequantize_kernel, engram_gate_kernel
@@ -19,11 +20,9 @@ def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
     *tokens, columns = values.shape
     if values.dtype != torch.float8_e4m3fn:
         raise ValueError(f"FP8 values must be float8_e4m3fn, got {values.dtype}: view raw bytes as float8_e4m3fn")
-    if columns % SCALE_GROUP or scales.shape != (*tokens, columns // SCALE_GROUP) or scales.dtype != torch.uint8:
-        raise ValueError(
-            f"values {list(values.shape)} need scales uint8 {[*tokens, columns // SCALE_GROUP]}, one for {SCALE_GROUP} "
-            f"columns, got {scales.dtype} {list(scales.shape)}"
-        )
+    if columns % SCALE_GROUP:
+        raise ValueError(f"values need a scale for {SCALE_GROUP} columns, got {list(values.shape)}")
+    check("scales", scales, (*tokens, columns // SCALE_GROUP), torch.uint8)
     values, scales = values.contiguous(), scales.contiguous()
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     if count := values.numel() // max(columns, 1):
@@ -45,10 +44,8 @@ def launch_rows(plan: KernelPlan, values: Tensor, scales: Tensor, out: Tensor) -
         ROWS=tiles.rows,
         BLOCK=tiles.block,
         NATIVE_FP8=plan.native_fp8,
-        PDL=plan.pdl,
         enable_fp_fusion=True,
-        num_warps=tiles.warps,
-        launch_pdl=plan.pdl,
+        **plan.options,
     )
 
 
@@ -67,15 +64,5 @@ def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor
 
 def launch_gate(plan: KernelPlan, gate: EngramGate) -> None:
     """Writes the gated streams."""
-    (T, m, D), tiles = gate.streams.shape, plan.choice.config
-    engram_gate_kernel[(T, m)](
-        gate,
-        SMALLEST=SMALLEST,
-        D=D,
-        BLOCK=tiles.block,
-        M=m,
-        PDL=plan.pdl,
-        enable_fp_fusion=True,
-        num_warps=tiles.warps,
-        launch_pdl=plan.pdl,
-    )
+    (T, m, D), block = gate.streams.shape, plan.choice.config.block
+    engram_gate_kernel[(T, m)](gate, SMALLEST=SMALLEST, D=D, BLOCK=block, M=m, enable_fp_fusion=True, **plan.options)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, KernelPlan, Row, Table, next_power_of_2, planner
+from deepseek_attn.kernels.common.plans import ANY, Row, Table, kernel_planner, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,8 @@ def _stream(p: EngramProblem, gpu: GPU) -> EngramTiles:
 
 
 ROWS = Table(
-    "engram.dequantize_rows",
-    {"engram_dequantize_kernel": ANY},
-    [Row(ANY, "engram_dequantize_kernel", _table_rows)],
+    "engram.dequantize_rows", {"engram_dequantize_kernel": ANY}, [Row(ANY, "engram_dequantize_kernel", _table_rows)]
 )
 GATES = Table("engram.gate_streams", {"engram_gate_kernel": ANY}, [Row(ANY, "engram_gate_kernel", _stream)])
-
-
-@planner("engram.dequantize_rows")
-def plan_rows(problem: EngramProblem, gpu: GPU) -> KernelPlan:
-    """One launch for any number of rows."""
-    return KernelPlan.of(ROWS.choose(problem, gpu), gpu)
-
-
-@planner("engram.gate_streams")
-def plan_gate(problem: EngramProblem, gpu: GPU) -> KernelPlan:
-    """One launch for any number of streams."""
-    return KernelPlan.of(GATES.choose(problem, gpu), gpu)
+plan_rows = kernel_planner(ROWS)
+plan_gate = kernel_planner(GATES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.invariance import in_row_tiles
 from deepseek_attn.kernels.common.quant import dequantize_fp8
@@ -58,15 +59,8 @@ def _row_sums(x: Tensor) -> Tensor:
 
 def check_gate(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor) -> None:
     """ValueError unless the arguments of `gate_streams` fit."""
-    if streams.dim() != 3 or streams.dtype not in FLOATS:
-        raise ValueError(f"streams must be [T, m, D] floats, got {list(streams.shape)} in {streams.dtype}")
+    check("streams", streams, ("T", "m", "D"), FLOATS)
     T, m, dim = streams.shape
-    if kv.shape != (T, (m + 1) * dim) or kv.dtype != streams.dtype:
-        raise ValueError(
-            f"kv must be {streams.dtype} [{T}, {(m + 1) * dim}] for streams {list(streams.shape)}, got {kv.dtype} "
-            f"{list(kv.shape)}"
-        )
-    weights = (q_weight, k_weight)
-    if any(weight.shape != (m, dim) or weight.dtype != torch.float32 for weight in weights):
-        given = " and ".join(f"{weight.dtype} {list(weight.shape)}" for weight in weights)
-        raise ValueError(f"weights of {m} streams of {dim} channels must be float32 [{m}, {dim}], got {given}")
+    check("kv", kv, (T, (m + 1) * dim), streams.dtype)
+    check("q_weight", q_weight, (m, dim), torch.float32)
+    check("k_weight", k_weight, (m, dim), torch.float32)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.device import gpu, on_gpu
+from deepseek_attn.kernels.common.checks import check
+from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     CollapseArguments,
     CollapseConfig,
@@ -63,9 +64,8 @@ def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnectio
 
 def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_collapse`."""
-    if streams.dim() != 3 or not streams.is_floating_point():
-        raise ValueError(f"streams must be [T, m, D] floats, got {tuple(streams.shape)} {streams.dtype}")
-    _check_norm(streams, norm)
+    check("streams", streams, ("T", "m", "D"), FLOATS)
+    check("the norm's weight", norm, streams.shape[2:], torch.float32)
     _check_pre(streams, weights)
     streams = streams.contiguous()
     x = torch.empty(len(streams), streams.shape[2], dtype=streams.dtype, device=streams.device)
@@ -142,16 +142,8 @@ def collapse(
 def _launch_post(tiles: PostTiles, pdl: bool, update: StreamUpdate) -> StreamUpdate:
     T, m, D = update.streams.shape
     if T:
-        hc_post_kernel[(T, cdiv(D, tiles.channels))](
-            update,
-            D=D,
-            M=m,
-            BLOCK=tiles.channels,
-            PDL=pdl,
-            enable_fp_fusion=True,
-            num_warps=tiles.warps,
-            launch_pdl=pdl,
-        )
+        block, options = tiles.channels, launch_options(tiles.warps, pdl)
+        hc_post_kernel[(T, cdiv(D, block))](update, D=D, M=m, BLOCK=block, enable_fp_fusion=True, **options)
     return update
 
 
@@ -167,10 +159,8 @@ def _launch_mix(tiles: MixTiles, pdl: bool, update: StreamUpdate, fn: Tensor) ->
             sums,
             T,
             CONFIG=MixConfig(D, m, rows, next_power_of_2(rows + 1), tiles.tokens, tiles.channels),
-            PDL=pdl,
             enable_fp_fusion=True,
-            num_warps=4,
-            launch_pdl=pdl,
+            **launch_options(4, pdl),
         )
     return sums
 
@@ -195,54 +185,28 @@ def _launch_collapse(plan: StreamsPlan, args: CollapseArguments, iterations: int
             ITERATIONS=iterations,
             TOKENS=tokens,
         ),
-        PDL=plan.pdl,
         enable_fp_fusion=True,
-        num_warps=4,
-        launch_pdl=plan.pdl,
+        **launch_options(4, plan.pdl),
     )
 
 
 def _check(streams: Tensor, hc: HyperConnection, scales: int) -> None:
-    if streams.dim() != 3 or not streams.is_floating_point() or not on_gpu(streams):
-        raise ValueError(
-            f"streams must be [T, m, D] floats on a GPU, got {tuple(streams.shape)} {streams.dtype} on {streams.device}"
-        )
+    check("streams", streams, ("T", "m", "D"), FLOATS)
     _, m, D = streams.shape
     rows = m if scales == 1 else (2 + m) * m
-    weights = (hc.fn, hc.base, hc.scale)
-    given = [tuple(part.shape) for part in weights]
-    if given != [(rows, m * D), (rows,), (scales,)] or any(
-        part.dtype != torch.float32 or not part.is_contiguous() for part in weights
-    ):
-        raise ValueError(
-            f"fn, base and scale of {m} streams of {D} channels must be contiguous float32 [{rows}, {m * D}], [{rows}] "
-            f"and [{scales}], got {given}"
-        )
-    _check_norm(streams, hc.norm)
-
-
-def _check_norm(streams: Tensor, norm: Tensor | None) -> None:
-    D = streams.shape[2]
-    if norm is not None and (norm.shape != (D,) or norm.dtype != torch.float32):
-        raise ValueError(f"the norm's weight must be float32 [{D}], got {tuple(norm.shape)} {norm.dtype}")
+    check(f"fn of {m} streams", hc.fn, (rows, m * D), torch.float32, contiguous=True)
+    check(f"base of {m} streams", hc.base, (rows,), torch.float32, contiguous=True)
+    check(f"scale of {m} streams", hc.scale, (scales,), torch.float32, contiguous=True)
+    check("the norm's weight", hc.norm, (D,), torch.float32)
 
 
 def _check_pre(streams: Tensor, weights: Tensor) -> None:
-    T, m, _ = streams.shape
-    if weights.shape != (T, m) or weights.dtype != torch.float32 or not weights.is_contiguous():
-        raise ValueError(
-            f"weights that collapse streams {tuple(streams.shape)} must be contiguous float32 {(T, m)}, got "
-            f"{tuple(weights.shape)} {weights.dtype}, strides {weights.stride()}"
-        )
+    name = f"weights that collapse streams {list(streams.shape)}"
+    check(name, weights, streams.shape[:2], torch.float32, contiguous=True)
 
 
 def _check_post(output: SublayerOutput) -> None:
-    (T, m, D), post, comb = output.streams.shape, output.post, output.comb
-    shapes = [tuple(part.shape) for part in (output.y, post, comb)]
-    if shapes != [(T, D), (T, m), (T, m, m)]:
-        raise ValueError(
-            f"for streams {(T, m, D)}, y, post and comb must be {(T, D)}, {(T, m)} and {(T, m, m)}, got "
-            f"{shapes[0]}, {shapes[1]} and {shapes[2]}"
-        )
-    if any(part.dtype != torch.float32 or not part.is_contiguous() for part in (post, comb)):
-        raise ValueError("post and comb must be contiguous float32, as hc_pre makes them")
+    T, m, D = output.streams.shape
+    check("y", output.y, (T, D))
+    check("post", output.post, (T, m), torch.float32, contiguous=True)
+    check("comb", output.comb, (T, m, m), torch.float32, contiguous=True)

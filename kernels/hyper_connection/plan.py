@@ -9,7 +9,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Choice, KernelPlan, Row, Table, condition, next_power_of_2, planner
+from deepseek_attn.kernels.common.plans import (
+    ANY,
+    Choice,
+    Row,
+    Table,
+    above,
+    condition,
+    has,
+    kernel_planner,
+    next_power_of_2,
+    planner,
+    up_to,
+)
 
 SPLIT = 256  # channels of the flattened streams per partial sum of a `float32_product`
 MANY_TOKENS = 1024  # tokens from which the product and the collapse work on many at a time
@@ -65,32 +77,6 @@ class StreamsPlan:
 
 
 @condition
-def _fixed_order(p: StreamsProblem, gpu: GPU) -> bool:
-    """The order of sums may not depend on the number of tokens."""
-    return p.batch_invariant
-
-
-@condition
-def _one_token(p: StreamsProblem, gpu: GPU) -> bool:
-    return p.tokens == 1
-
-
-@condition
-def _up_to_8_tokens(p: StreamsProblem, gpu: GPU) -> bool:
-    return p.tokens <= 8
-
-
-@condition
-def _up_to_32_tokens(p: StreamsProblem, gpu: GPU) -> bool:
-    return p.tokens <= 32
-
-
-@condition
-def _many_tokens(p: StreamsProblem, gpu: GPU) -> bool:
-    return p.tokens >= MANY_TOKENS and not p.batch_invariant
-
-
-@condition
 def _little_output(p: StreamsProblem, gpu: GPU) -> bool:
     return p.tokens * p.channels < 1 << 18 and not p.batch_invariant
 
@@ -105,6 +91,7 @@ def _post_tiles(most: int):
     return tiles
 
 
+MANY = above("tokens", MANY_TOKENS - 1)
 _VARIANTS = "h200_model.json: hc_post_pre_us"
 _GROUPS = "h200_narrow_products.json: rows_of_groups"
 
@@ -116,15 +103,15 @@ POSTS = Table(
 UPDATES = Table(
     "hyper_connection.update",
     {"hc_mix_kernel": ANY, "hc_post_kernel": ANY},
-    [Row(_up_to_8_tokens, "hc_mix_kernel", None, _VARIANTS), *POSTS.rows],
+    [Row(up_to("tokens", 8), "hc_mix_kernel", None, _VARIANTS), *POSTS.rows],
 )
 PRODUCTS = Table(
     "hyper_connection.product",
-    {"hc_mix_kernel": ~_fixed_order, "float32_product_kernel": ANY},
+    {"hc_mix_kernel": ~has("batch_invariant"), "float32_product_kernel": ANY},
     [
-        Row(_one_token, "hc_mix_kernel", MixTiles(1, 64), _VARIANTS),
-        Row(_up_to_8_tokens, "hc_mix_kernel", MixTiles(2, 32), _VARIANTS),
-        Row(_up_to_32_tokens, "hc_mix_kernel", MixTiles(4, 32)),
+        Row(up_to("tokens", 1), "hc_mix_kernel", MixTiles(1, 64), _VARIANTS),
+        Row(up_to("tokens", 8), "hc_mix_kernel", MixTiles(2, 32), _VARIANTS),
+        Row(up_to("tokens", 32), "hc_mix_kernel", MixTiles(4, 32)),
         Row(ANY, "float32_product_kernel", None, _GROUPS),
     ],
 )
@@ -132,16 +119,17 @@ COLLAPSES = Table(
     "hyper_connection.collapse",
     {"hc_collapse_kernel": ANY},
     [
-        Row(_many_tokens, "hc_collapse_kernel", CollapseTiles(128), _GROUPS),
+        Row(
+            above("tokens", MANY_TOKENS - 1) & ~has("batch_invariant"),
+            "hc_collapse_kernel",
+            CollapseTiles(128),
+            _GROUPS,
+        ),
         Row(ANY, "hc_collapse_kernel", CollapseTiles(1), _GROUPS),
     ],
 )
 
-
-@planner("hyper_connection.post")
-def plan_post(problem: StreamsProblem, gpu: GPU) -> KernelPlan:
-    """One launch for any number of tokens."""
-    return KernelPlan.of(POSTS.choose(problem, gpu), gpu)
+plan_post = kernel_planner(POSTS)
 
 
 @planner("hyper_connection.streams")

@@ -11,10 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
+from deepseek_attn.kernels.common.checks import INTS, check, given
 from deepseek_attn.kernels.common.counters import counters_of
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.records import check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.indexer.candidates_triton import (
     CandidateRows,
@@ -100,7 +102,7 @@ def paged_index_scores(
         raise ValueError(f"width must be in 0 .. {pages} * {keys.entries}, the entries of a block table, got {width}")
     if out is None:
         out = torch.empty(T, width, dtype=torch.float32, device=queries.q.device)
-    _check_scores_out("out", out, T, width)
+    check("out", out, (T, width), torch.float32, rows=True)
     if out.numel() and keys.block_table.numel():
         problem = _problem(queries, keys, key_format, B, width)
         plan = plan_scores(problem, gpu(out.device))
@@ -123,27 +125,18 @@ def launch_scores(
     T, table = problem.tokens, keys.block_table
     arguments = rows, table, keys.token_to_req, num_visible, T, problem.width, skip, table.stride(0)
     grid = (cdiv(T, config.tokens), config.splits)
+    page, warps = keys.entries, config.warps
     if kernel == "index_scores_hopper_kernel":
-        index_scores_hopper_kernel[grid](*arguments, PAGE=keys.entries, enable_fp_fusion=True, num_warps=4)
+        index_scores_hopper_kernel[grid](*arguments, PAGE=page, enable_fp_fusion=True, num_warps=warps)
     elif kernel == "index_scores_decode_hopper_kernel":
+        fp4 = problem.key_format == "fp4"
         index_scores_decode_hopper_kernel[grid](
-            *arguments,
-            PAGE=keys.entries,
-            TOKENS=config.tokens,
-            FP4=problem.key_format == "fp4",
-            enable_fp_fusion=True,
-            num_warps=4,
+            *arguments, PAGE=page, TOKENS=config.tokens, FP4=fp4, enable_fp_fusion=True, num_warps=warps,
             launch_pdl=True,
-        )
+        )  # fmt: skip
     else:
         index_scores_kernel[grid](
-            *arguments,
-            SHAPE=shape,
-            PDL=plan.pdl,
-            enable_fp_fusion=True,
-            num_warps=4,
-            num_stages=config.stages,
-            launch_pdl=plan.pdl,
+            *arguments, SHAPE=shape, enable_fp_fusion=True, num_stages=config.stages, **plan.options
         )
 
 
@@ -167,33 +160,19 @@ def candidate_scores(
     size, kept, table = candidates.size, candidates.kept, keys.block_table
     key_format = check_scores(queries, keys, num_visible)
     T, columns = len(queries.q), kept.shape[1] * size
-    if kept.dim() != 2 or len(kept) != T or kept.dtype != torch.int32 or (columns > size and kept.stride(1) != 1):
-        raise ValueError(
-            f"candidate blocks must be int32 [{T}, n] with contiguous rows, got {list(kept.shape)} {kept.dtype}, "
-            f"strides {kept.stride()}"
-        )
-    _check_scores_out("scores of candidates", out, T, columns)
+    check("candidate blocks", kept, (T, "n"), torch.int32, rows=True)
+    check("scores of candidates", out, (T, columns), torch.float32, rows=True)
     if out.numel() and table.numel():
         problem = _problem(queries, keys, key_format, len(table), columns)
         plan = plan_candidate_scores(problem, gpu(out.device))
         rows, shape = _operands(plan, problem, queries, keys, out)
         candidate_scores_kernel[(T, plan.choice.config.splits)](
-            rows,
-            kept,
-            kept.stride(0),
-            table,
-            keys.token_to_req,
-            num_visible,
-            columns,
-            skip,
-            table.stride(0),
+            *(rows, kept, kept.stride(0), table, keys.token_to_req, num_visible, columns, skip, table.stride(0)),
             SHAPE=shape,
             SIZE=size,
-            PDL=plan.pdl,
             enable_fp_fusion=True,
-            num_warps=4,
             num_stages=plan.choice.config.stages,
-            launch_pdl=plan.pdl,
+            **plan.options,
         )
     return out
 
@@ -210,18 +189,13 @@ def launch_candidate_entries(
     slots = out if out_slots is None else out_slots  # the kernel takes a pointer even if PAGE disables its use
     candidate_entries_kernel[(T, cdiv(k, entries))](
         CandidateRows(out, kept, slots, out.stride(0), kept.stride(0), 0 if out_slots is None else slots.stride(0)),
-        table,
-        keys.token_to_req,
-        num_visible,
-        table.stride(0),
+        *(table, keys.token_to_req, num_visible, table.stride(0)),
         K=k,
         SIZE=candidates.size,
         PAGE=0 if out_slots is None else keys.entries,
         BLOCK=entries,
-        PDL=plan.pdl,
         enable_fp_fusion=True,
-        num_warps=4,
-        launch_pdl=plan.pdl,
+        **plan.options,
     )
 
 
@@ -236,21 +210,12 @@ def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: Cand
     best = torch.empty(T, count, dtype=torch.float32, device=scores.device)
     counts = torch.empty(T, dtype=torch.int32, device=scores.device)
     block_scores_kernel[(T, max(1, cdiv(count, blocks)))](
-        scores,
-        num_visible,
-        best,
-        counts,
-        width,
-        skip,
-        scores.stride(0),
-        best.stride(0),
+        *(scores, num_visible, best, counts, width, skip, scores.stride(0), best.stride(0)),
         SIZE=size,
         SIZE_PADDED=next_power_of_2(size),
         BLOCKS=blocks,
-        PDL=plan.pdl,
         enable_fp_fusion=True,
-        num_warps=4,
-        launch_pdl=plan.pdl,
+        **plan.options,
     )
     topk_indices(best, counts, kept.shape[1], kept)
 
@@ -299,21 +264,14 @@ def launch_topk(
         slot_stride=slots.stride(0),
     )
     topk_kernel[(T, config.splits)](
-        rows,
-        lens,
-        table,
-        requests,
-        W,
-        table.stride(0),
+        *(rows, lens, table, requests, W, table.stride(0)),
         CONFIG=config,
         K=out.shape[1],
         ALIGNED=W % 4 == 0 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0,
         PAGE=page_entries,
-        PDL=plan.pdl,
         enable_fp_fusion=True,
-        num_warps=config.num_warps,
-        launch_pdl=plan.pdl,
         maxnreg=config.max_registers,
+        **launch_options(config.num_warps, plan.pdl),
     )
 
 
@@ -374,45 +332,16 @@ def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tenso
     if key_format is None:
         raise ValueError(f"index keys are records {', '.join(_KEY_FORMATS)}, got {record.name}")
     dtypes = FLOATS if key_format == "plain" else (torch.float8_e4m3fn,)
-    if q.dim() != 3 or q.dtype not in dtypes or not q.is_contiguous() or q.shape[2] != record.dim:
-        raise ValueError(
-            f"{record.name} keys need contiguous q [T, H, {record.dim}] of {' or '.join(map(str, dtypes))}, as "
-            f"index_query makes them, got {tuple(q.shape)} {q.dtype}, strides {q.stride()}"
-        )
+    check(f"q for {record.name} keys", q, ("T", "H", record.dim), dtypes, contiguous=True)
     if key_format == "fp4" and record.dim != 128:
         raise ValueError(f"index_fp4 keys are scored for 128 channels, got {record.dim}: use reference.index_scores")
     T, H, _ = q.shape
-    if weights.shape != (T, H) or weights.dtype != torch.float32 or not weights.is_contiguous():
-        raise ValueError(f"weights must be contiguous float32 [{T}, {H}], got {tuple(weights.shape)} {weights.dtype}")
-    aligned = pool.data_ptr() % 4 == 0 and pool.stride(0) % 4 == 0
-    if pool.dim() != 2 or pool.dtype != torch.uint8 or pool.stride(1) != 1 or not aligned:
-        raise ValueError(
-            f"a pool must be uint8 [pages, bytes] with contiguous pages at multiples of 4 bytes, got "
-            f"{tuple(pool.shape)} {pool.dtype}, strides {pool.stride()}"
-        )
-    if pool.shape[1] < page_entries * record.entry_bytes:
-        raise ValueError(
-            f"{page_entries} {record.name} entries per page take {page_entries * record.entry_bytes} bytes, and pages "
-            f"of the pool have {pool.shape[1]}"
-        )
-    if block_table.dim() != 2 or block_table.stride(1) != 1:
-        raise ValueError(
-            f"block_table must be [B, P] with contiguous rows, got {tuple(block_table.shape)}, strides "
-            f"{block_table.stride()}"
-        )
-    if token_to_req.shape != (T,) or num_visible.shape != (T,):
-        raise ValueError(
-            f"token_to_req and num_visible must be [{T}], got {tuple(token_to_req.shape)}, {tuple(num_visible.shape)}"
-        )
+    check("weights", weights, (T, H), torch.float32, contiguous=True)
+    check_pool(record, pool, page_entries, 4)
+    check("block_table", block_table, ("B", "P"), rows=True)
+    check("token_to_req", token_to_req, (T,))
+    check("num_visible", num_visible, (T,))
     return key_format
-
-
-def _check_scores_out(name: str, out: Tensor, T: int, width: int) -> None:
-    if out.shape != (T, width) or out.dtype != torch.float32 or (width > 1 and out.stride(1) != 1):
-        raise ValueError(
-            f"{name} must be float32 [{T}, {width}] with contiguous rows, got {list(out.shape)} {out.dtype}, strides "
-            f"{out.stride()}"
-        )
 
 
 def _checked_topk(
@@ -424,33 +353,21 @@ def _checked_topk(
     out_slots: Tensor | None,
 ) -> Tensor:
     """The result to write to."""
-    if scores.dim() != 2 or scores.dtype != torch.float32 or (scores.stride(1) != 1 and scores.numel()):
-        raise ValueError(
-            f"scores must be float32 [T, W] with contiguous rows, got {tuple(scores.shape)} {scores.dtype}, "
-            f"strides {scores.stride()}"
-        )
+    check("scores", scores, ("T", "W"), torch.float32, rows=True)
     T, W = scores.shape
-    if lens.shape != (T,) or lens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"lens must be int32 or int64 [{T}], got {tuple(lens.shape)} {lens.dtype}")
+    check("lens", lens, (T,), INTS)
     if not 0 <= k <= MAX_TRITON_TOPK:
         raise ValueError(f"k must be in 0 .. {MAX_TRITON_TOPK}, got {k}: use reference.topk_indices for more")
     if out is None:
         out = torch.empty(T, k, dtype=torch.int32, device=scores.device)
-    for name, rows in (("out", out), ("out_slots", out_slots)):
-        if rows is not None and (rows.shape != (T, k) or rows.dtype != torch.int32 or (k > 1 and rows.stride(1) != 1)):
-            raise ValueError(
-                f"{name} must be int32 [{T}, {k}] with contiguous rows, got {tuple(rows.shape)} {rows.dtype}, "
-                f"strides {rows.stride()}"
-            )
+    check("out", out, (T, k), torch.int32, rows=True)
+    check("out_slots", out_slots, (T, k), torch.int32, rows=True)
     if out_slots is not None:
         if keys is None:
             raise ValueError("out_slots need keys: a block_table, token_to_req and entries per page")
-        _record, _pool, page_entries, block_table, token_to_req = keys
-        if block_table.dim() != 2 or block_table.stride(1) != 1 or block_table.shape[1] * page_entries < W:
-            raise ValueError(
-                f"block_table must be [B, P] with contiguous rows and pages of {page_entries} for {W} columns, got "
-                f"{tuple(block_table.shape)}"
-            )
-        if token_to_req.shape != (T,):
-            raise ValueError(f"token_to_req must be [{T}], got {tuple(token_to_req.shape)}")
+        check("block_table", keys.block_table, ("B", "P"), rows=True)
+        if keys.block_table.shape[1] * keys.entries < W:
+            table = given(keys.block_table)
+            raise ValueError(f"block_table must be [B, P] with pages of {keys.entries} for {W} columns, got {table}")
+        check("token_to_req", keys.token_to_req, (T,))
     return out

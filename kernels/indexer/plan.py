@@ -7,16 +7,18 @@ from functools import cache
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.invariance import MANY_ROWS
 from deepseek_attn.kernels.common.plans import (
     ANY,
-    Condition,
-    KernelPlan,
     Row,
     Table,
     cdiv,
     condition,
+    equals,
+    has,
+    kernel_planner,
     next_power_of_2,
-    planner,
+    up_to,
 )
 from deepseek_attn.kernels.indexer.types import HOPPER_HEADS, HOPPER_KEYS, HOPPER_TOKENS, TRITON_HEAD_DIM
 
@@ -52,38 +54,20 @@ class ScoresConfig(NamedTuple):
     Attributes:
         tokens: of one program; keys: of one tile; stages: tiles that are in flight.
         splits: programs that share the keys of a request.
+        warps: of a program.
     """
 
     tokens: int
     keys: int
     stages: int
     splits: int
-
-
-@condition
-def _exact(p: ScoresProblem, gpu: GPU) -> bool:
-    return p.exact
+    warps: int = 4
 
 
 @condition
 def _hopper_heads(p: ScoresProblem, gpu: GPU) -> bool:
     """The kernels in Gluon copy 16 bytes at a time, and do not round scores."""
     return gpu.hopper and (p.heads, p.dim) == (HOPPER_HEADS, TRITON_HEAD_DIM) and p.aligned and not p.rounded
-
-
-@condition
-def _fp8(p: ScoresProblem, gpu: GPU) -> bool:
-    return p.key_format == "fp8"
-
-
-@condition
-def _fp4(p: ScoresProblem, gpu: GPU) -> bool:
-    return p.key_format == "fp4"
-
-
-@condition
-def _batch_invariant(p: ScoresProblem, gpu: GPU) -> bool:
-    return p.batch_invariant
 
 
 @condition
@@ -159,59 +143,39 @@ def _tile_keys(gpu: GPU) -> int:
     return 128 if gpu.hopper else 64
 
 
+FP8, FP4, INVARIANT = equals("key_format", "fp8"), equals("key_format", "fp4"), has("batch_invariant")
+DECODE_SCORES = "index_scores_decode_hopper_kernel"
+FEW = "h200_few_scores.json: rows"
 SCORES = Table(
     "indexer.scores",
     {
-        "index_scores_hopper_kernel": _hopper_heads & _fp8,
-        "index_scores_decode_hopper_kernel": _hopper_heads & (_fp8 | _fp4),
+        "index_scores_hopper_kernel": _hopper_heads & FP8,
+        DECODE_SCORES: _hopper_heads & (FP8 | FP4),
         "index_scores_kernel": ANY,
     },
     [
         Row(
-            _eight_tokens_a_request & _fills_the_gpu & ~_batch_invariant,
-            "index_scores_hopper_kernel",
-            eight_tokens,
+            _eight_tokens_a_request & _fills_the_gpu & ~INVARIANT, "index_scores_hopper_kernel", eight_tokens,
             "h200_index_scores.json: rows",
         ),
-        Row(_fp4, "index_scores_decode_hopper_kernel", decode_tokens, "h200_few_scores.json: rows"),
-        Row(
-            _many_keys & ~_batch_invariant,
-            "index_scores_decode_hopper_kernel",
-            decode_tokens,
-            "h200_few_scores.json: rows",
-        ),
-        Row(
-            _long_lists & ~_batch_invariant,
-            "index_scores_decode_hopper_kernel",
-            decode_tokens,
-            "h100_tune_v32.json: indexer.scores",
-        ),
-        Row(_exact, "index_scores_kernel", exact_products),
+        Row(FP4, DECODE_SCORES, decode_tokens, FEW),
+        Row(_many_keys & ~INVARIANT, DECODE_SCORES, decode_tokens, FEW),
+        Row(_long_lists & ~INVARIANT, DECODE_SCORES, decode_tokens, "h100_tune_v32.json: indexer.scores"),
+        Row(has("exact"), "index_scores_kernel", exact_products),
         Row(ANY, "index_scores_kernel", tokens_in_turn, "h100_tune_v4_flash.json: indexer.scores"),
     ],
-)
-
-
-@planner("indexer.scores")
-def plan_scores(problem: ScoresProblem, gpu: GPU) -> KernelPlan:
-    """Scores of all entries; every kernel gives FP8 keys the same bits."""
-    return KernelPlan.of(SCORES.choose(problem, gpu), gpu)
-
+)  # fmt: skip
+plan_scores = kernel_planner(SCORES)  # every kernel gives FP8 keys the same bits
 
 CANDIDATE_SCORES = Table(
     "indexer.candidate_scores",
     {"candidate_scores_kernel": ANY},
     [
-        Row(_exact, "candidate_scores_kernel", exact_products),
+        Row(has("exact"), "candidate_scores_kernel", exact_products),
         Row(ANY, "candidate_scores_kernel", one_token),
     ],
 )
-
-
-@planner("indexer.candidate_scores")
-def plan_candidate_scores(problem: ScoresProblem, gpu: GPU) -> KernelPlan:
-    """Scores of the entries of each query's candidate blocks."""
-    return KernelPlan.of(CANDIDATE_SCORES.choose(problem, gpu), gpu)
+plan_candidate_scores = kernel_planner(CANDIDATE_SCORES)
 
 
 # --- top-k ---
@@ -224,6 +188,16 @@ class TopkProblem:
     tokens: int
     width: int
     k: int
+
+    @property
+    def least_capacity(self) -> int:
+        """Candidates that a program has room for, at least."""
+        return max(4 * next_power_of_2(self.k), 2048)
+
+    @property
+    def rows_in_registers(self) -> bool:
+        """Programs that hold as many candidates hold their rows."""
+        return self.width <= self.least_capacity
 
 
 @dataclass(frozen=True)
@@ -250,18 +224,9 @@ class TopkConfig:
     max_registers: int | None = None
 
 
-def _least_capacity(p: TopkProblem) -> int:
-    return max(4 * next_power_of_2(p.k), 2048)
-
-
-@condition
-def _rows_in_registers(p: TopkProblem, gpu: GPU) -> bool:
-    return p.width <= _least_capacity(p)
-
-
 def short_rows(p: TopkProblem, gpu: GPU) -> TopkConfig:
     """A program holds its row. Many rows: fewer threads, which wait less for each other."""
-    capacity = min(_least_capacity(p), max(next_power_of_2(p.width), 1024))
+    capacity = min(p.least_capacity, max(next_power_of_2(p.width), 1024))
     warps = max(capacity // 1024, 2) if 4 * gpu.multiprocessors < p.tokens else max(capacity // 512, 4)
     registers = 128 if gpu.multiprocessors < p.tokens else None
     return TopkConfig(1, 512 * warps, 128 * warps, capacity, 4, warps, registers)
@@ -269,7 +234,7 @@ def short_rows(p: TopkProblem, gpu: GPU) -> TopkConfig:
 
 def long_rows(p: TopkProblem, gpu: GPU) -> TopkConfig:
     """A sample of the row gives a bound; so many of its scores reach it that ``k`` of the row do, too."""
-    capacity = _least_capacity(p)
+    capacity = p.least_capacity
     if p.width > 2**16:
         capacity = max(capacity, 4096, min(8 * next_power_of_2(p.k), 8192))  # so that a small sample is enough
     warps = max(capacity // 512, 8)
@@ -289,16 +254,11 @@ TOPK = Table(
     "indexer.topk",
     {"topk_kernel": ANY},
     [
-        Row(_rows_in_registers, "topk_kernel", short_rows, "h200_topk.json: rows"),
+        Row(has("rows_in_registers"), "topk_kernel", short_rows, "h200_topk.json: rows"),
         Row(ANY, "topk_kernel", long_rows, "h200_topk.json: rows"),
     ],
 )
-
-
-@planner("indexer.topk")
-def plan_topk(problem: TopkProblem, gpu: GPU) -> KernelPlan:
-    """The selection is exact with every tiling."""
-    return KernelPlan.of(TOPK.choose(problem, gpu), gpu)
+plan_topk = kernel_planner(TOPK)  # the selection is exact with every tiling
 
 
 # --- candidate blocks ---
@@ -314,13 +274,10 @@ class BlocksProblem:
 
 
 class BlocksConfig(NamedTuple):
-    """Blocks, or selected entries, of one program: a power of two."""
+    """Blocks, or selected entries, of one program, a power of two; and its warps."""
 
     columns: int
-
-
-def _launched_by(kernel: str) -> Condition:
-    return Condition(kernel, lambda problem, gpu: problem.kernel == kernel)
+    warps: int = 4
 
 
 def up_to_512(p: BlocksProblem, gpu: GPU) -> BlocksConfig:
@@ -329,15 +286,10 @@ def up_to_512(p: BlocksProblem, gpu: GPU) -> BlocksConfig:
 
 BLOCKS = Table(
     "indexer.blocks",
-    {kernel: _launched_by(kernel) for kernel in ("block_scores_kernel", "candidate_entries_kernel")},
+    {kernel: equals("kernel", kernel) for kernel in ("block_scores_kernel", "candidate_entries_kernel")},
     [Row(ANY, "block_scores_kernel", BlocksConfig(256)), Row(ANY, "candidate_entries_kernel", up_to_512)],
 )
-
-
-@planner("indexer.blocks")
-def plan_blocks(problem: BlocksProblem, gpu: GPU) -> KernelPlan:
-    """Rows do not depend on each other."""
-    return KernelPlan.of(BLOCKS.choose(problem, gpu), gpu)
+plan_blocks = kernel_planner(BLOCKS)
 
 
 # --- queries ---
@@ -351,16 +303,17 @@ class IndexQueryProblem:
     kernel: str
     batch_invariant: bool = False
 
+    @property
+    def planned_tokens(self) -> int:
+        """Tokens that the launch is configured for."""
+        return MANY_ROWS if self.batch_invariant else self.tokens
+
 
 class IndexQueryConfig(NamedTuple):
-    """Heads of one program."""
+    """Heads of one program, and its warps: those of `absorb_launch` too, for the layer's heads are in the launch."""
 
     heads: int
-
-
-@condition
-def _few_tokens(p: IndexQueryProblem, gpu: GPU) -> bool:
-    return p.tokens < 64 and not p.batch_invariant
+    warps: int = 4
 
 
 QUERY_KERNELS = {
@@ -371,15 +324,11 @@ QUERY_KERNELS = {
 """Kernels with the source of their rows."""
 QUERIES = Table(
     "indexer.queries",
-    {kernel: _launched_by(kernel) for kernel in QUERY_KERNELS},
+    {kernel: equals("kernel", kernel) for kernel in QUERY_KERNELS},
     [
-        *(Row(_few_tokens, kernel, IndexQueryConfig(16), source) for kernel, source in QUERY_KERNELS.items()),
-        *(Row(ANY, kernel, IndexQueryConfig(32), source) for kernel, source in QUERY_KERNELS.items()),
+        Row(when, kernel, IndexQueryConfig(heads), source)
+        for when, heads in ((up_to("planned_tokens", 63), 16), (ANY, 32))
+        for kernel, source in QUERY_KERNELS.items()
     ],
 )
-
-
-@planner("indexer.queries")
-def plan_queries(problem: IndexQueryProblem, gpu: GPU) -> KernelPlan:
-    """A head is computed by one program: its bits do not depend on the plan."""
-    return KernelPlan.of(QUERIES.choose(problem, gpu), gpu)
+plan_queries = kernel_planner(QUERIES)  # a head is computed by one program: its bits do not depend on the plan

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.checks import check
+from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, unlisted_plans
 from deepseek_attn.kernels.common.raw_queries import RawQueries
@@ -24,9 +25,6 @@ from deepseek_attn.kernels.insert.launch import head_launch
 from deepseek_attn.kernels.latent.launch import absorb_launch, absorb_queries
 from deepseek_attn.kernels.latent.types import LatentQueries
 
-NUM_WARPS = 4
-"""Those of `head_launch` and `absorb_launch`: the layer's heads and the indexer's are in one launch."""
-
 
 class IndexQueryLaunch(NamedTuple):
     """A launch: its plan, arguments and constants on the device, blocks of heads per token, the results."""
@@ -42,10 +40,8 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     """`kernels.indexer.index_query` in Triton, for heads of 128 channels."""
     launch = _index_launch(rows, "index_query_kernel")
     if len(rows.q) and launch.blocks:
-        pdl = launch.plan.pdl
-        index_query_kernel[(len(rows.q), launch.blocks)](
-            launch.args, SHAPE=launch.shape, PDL=pdl, enable_fp_fusion=True, num_warps=NUM_WARPS, launch_pdl=pdl
-        )
+        grid = len(rows.q), launch.blocks
+        index_query_kernel[grid](launch.args, SHAPE=launch.shape, enable_fp_fusion=True, **launch.plan.options)
     return launch.queries
 
 
@@ -54,9 +50,8 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     with unlisted_plans():
         _, args, shape, out, blocks = head_launch(raw_q)
     launch = _index_launch(index, "queries_kernel")
-    tokens, pdl = len(out), launch.plan.pdl
-    if len(index.q) != tokens:
-        raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
+    tokens = len(out)
+    _check_tokens(tokens, index)
     if tokens:
         queries_kernel[(tokens, blocks + launch.blocks)](
             args,
@@ -64,10 +59,8 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
             blocks,
             SHAPE=shape,
             INDEX_SHAPE=launch.shape,
-            PDL=pdl,
             enable_fp_fusion=True,
-            num_warps=NUM_WARPS,
-            launch_pdl=pdl,
+            **launch.plan.options,
         )
     return out, launch.queries
 
@@ -75,59 +68,45 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.latent_queries` in Triton, for rows that `absorb_queries` and `index_query` take there."""
     tokens = len(queries.q)
-    if len(index.q) != tokens:
-        raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
+    _check_tokens(tokens, index)
     with unlisted_plans():
         absorbed = absorb_launch(queries)
     if absorbed.plan.rotation is not None:  # cuBLAS multiplies
         return absorb_queries(queries._replace(out=absorbed.out)), index_query(index)
     launch = _index_launch(index, "latent_queries_kernel")
-    pdl = launch.plan.pdl
     programs = absorbed.programs * absorbed.token_blocks + tokens * launch.blocks
     if tokens:
         latent_queries_kernel[(programs,)](
-            absorbed.rows,
-            launch.args,
-            absorbed.programs,
-            absorbed.token_blocks,
-            launch.blocks,
+            *(absorbed.rows, launch.args, absorbed.programs, absorbed.token_blocks, launch.blocks),
             SHAPE=absorbed.shape,
             INDEX_SHAPE=launch.shape,
-            PDL=pdl,
             enable_fp_fusion=True,
-            num_warps=NUM_WARPS,
-            launch_pdl=pdl,
+            **launch.plan.options,
         )
     return absorbed.out, launch.queries
+
+
+def _check_tokens(tokens: int, index: IndexQueryRows) -> None:
+    if len(index.q) != tokens:
+        raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
 
 
 def _index_launch(rows: IndexQueryRows, kernel: str) -> IndexQueryLaunch:
     """Checks the rows, plans their launch by ``kernel`` and allocates the results."""
     q, weights, cos_sin, positions, fmt = rows.q, rows.weights, rows.cos_sin, rows.positions, rows.key_format
     dim = TRITON_HEAD_DIM
-    if weights.dim() != 2 or q.dim() != 2 or q.shape != (weights.shape[0], dim * weights.shape[1]) or q.stride(1) != 1:
-        raise ValueError(
-            f"need q [T, heads * {dim}] with contiguous rows and weights [T, heads], got {tuple(q.shape)}, strides "
-            f"{q.stride()}, and {tuple(weights.shape)}"
-        )
-    if weights.stride(1) != 1 or not q.is_floating_point() or not weights.is_floating_point():
-        raise ValueError(f"q and weights must be floats in contiguous rows, got {q.dtype} and {weights.dtype}")
+    check("weights", weights, ("T", "heads"), FLOATS, rows=True)
+    T, H = weights.shape
+    check("q", q, (T, dim * H), FLOATS, rows=True)
     if fmt not in KEY_FORMATS:
         raise ValueError(f"index keys are {', '.join(KEY_FORMATS)}, got {fmt!r}")
-    T, H = weights.shape
-    if positions.shape != (T,) or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
-        raise ValueError(
-            f"need positions [{T}] and a contiguous float32 cos_sin table, got {tuple(positions.shape)} and "
-            f"{tuple(cos_sin.shape)} {cos_sin.dtype}"
-        )
+    check("positions", positions, (T,))
+    check("cos_sin", cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
     out = torch.empty(T, H, dim, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
     out_weights = torch.empty(T, H, dtype=torch.float32, device=q.device)
     plan = plan_queries(IndexQueryProblem(T, kernel, batch_invariant()), gpu(q.device))
     args = IndexQueryArgs(
-        q,
-        weights,
-        cos_sin,
-        positions,
+        *(q, weights, cos_sin, positions),
         out=out if fmt == "plain" else out.view(torch.uint8),
         out_weights=out_weights,
         scale=rows.scale,

@@ -14,7 +14,6 @@ from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
-    ClosingWindows,
     CompressBatch,
     CompressPart,
     IndexKeyRows,
@@ -25,7 +24,6 @@ from deepseek_attn.kernels.insert.types import (
 
 __all__ = [
     "CacheRows",
-    "ClosingWindows",
     "CompressBatch",
     "CompressPart",
     "IndexKeyRows",

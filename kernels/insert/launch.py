@@ -17,9 +17,10 @@ from torch import Tensor
 
 from deepseek_attn.cache.records import PlainRecord
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, ScaleRule
+from deepseek_attn.kernels.common.checks import check, check_quantized
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import FLOATS, gpu
-from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.records import check_pool
 from deepseek_attn.kernels.common.row_ops import entry_format, fp8_rows, row_block
@@ -54,7 +55,6 @@ from deepseek_attn.kernels.insert.norm_rope_triton import (
 from deepseek_attn.kernels.insert.plan import (
     InsertPlan,
     InsertProblem,
-    RowsPlan,
     RowsProblem,
     plan_entries,
     plan_insert,
@@ -91,7 +91,7 @@ class HeadLaunch(NamedTuple):
         out: the result; blocks: of heads per token.
     """
 
-    plan: RowsPlan
+    plan: KernelPlan
     rows: HeadArguments
     shape: HeadShape
     out: Tensor
@@ -131,20 +131,16 @@ def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
 
 
 def _launch_keys(plan: InsertPlan, launch: _TokenLaunch, count: int) -> None:
-    if plan.keys is None:
-        return
-    warps, pdl = plan.keys.config.warps, plan.keys.config.early and plan.pdl
-    norm_rope_insert_kernel[(count, 2)](
-        launch.key,
-        launch.query,
-        SHAPE=launch.key_shape,
-        QUERY_SHAPE=launch.query_shape,
-        NATIVE_FP8=plan.native_fp8,
-        PDL=pdl,
-        enable_fp_fusion=True,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+    if plan.keys is not None:
+        norm_rope_insert_kernel[(count, 2)](
+            launch.key,
+            launch.query,
+            SHAPE=launch.key_shape,
+            QUERY_SHAPE=launch.query_shape,
+            NATIVE_FP8=plan.native_fp8,
+            enable_fp_fusion=True,
+            **plan.keys.options,
+        )
 
 
 def _launch_windows(
@@ -180,32 +176,19 @@ def _launch_windows(
         NATIVE_FP8=plan.native_fp8,
     )
     arguments = (tuple(map(_part_arguments, compressors)), step, scratch, division.programs, requests)
-    shapes = tuple(map(_part_shape, compressors, division.items))
+    constants = {"PARTS": tuple(map(_part_shape, compressors, division.items)), "CONFIG": config}
+    constants |= launch_options(tiles.warps, plan.pdl)
     if launch is not None and plan.keys is None:
         insert_tokens_kernel[(division.programs + tokens * (2 + len(compressors)),)](
-            launch.key,
-            launch.query,
-            *arguments,
+            *(launch.key, launch.query, *arguments),
             SHAPE=launch.key_shape,
             QUERY_SHAPE=launch.query_shape,
-            PARTS=shapes,
-            CONFIG=config,
-            PDL=plan.pdl,
             enable_fp_fusion=True,
-            num_warps=tiles.warps,
-            launch_pdl=plan.pdl,
+            **constants,
         )
-        return
-    stored = (requests * batch.rows if division.reuses_ring_rows else tokens) * len(compressors)
-    compress_kernel[(stored + division.programs,)](
-        *arguments,
-        PARTS=shapes,
-        CONFIG=config,
-        PDL=plan.pdl,
-        enable_fp_fusion=True,
-        num_warps=tiles.warps,
-        launch_pdl=plan.pdl,
-    )
+    else:
+        stored = (requests * batch.rows if division.reuses_ring_rows else tokens) * len(compressors)
+        compress_kernel[(stored + division.programs,)](*arguments, enable_fp_fusion=True, **constants)
 
 
 def empty_scratch(compressors: Sequence[CompressPart], groups: int, device: torch.device) -> Scratch:
@@ -236,17 +219,12 @@ def _part_shape(part: CompressPart, items: int) -> PartShape:
 
 
 def _check_strides(part: CompressPart) -> None:
-    rows = {"kv": part.kv.stride(1), "score": part.score.stride(1), "state": part.state.stride(2)}
-    if any(stride != 1 for stride in rows.values()) or part.state.stride(1) != part.state.shape[2]:
-        raise ValueError(
-            f"rows of kv, score and state must be contiguous, and the rows of a ring: got strides {part.kv.stride()}, "
-            f"{part.score.stride()} and {part.state.stride()}"
-        )
-    if not part.ape.is_contiguous() or (part.hadamard and part.dim & (part.dim - 1)):
-        raise ValueError(
-            f"ape must be contiguous, and a Hadamard rotation needs a power of two of channels: got strides "
-            f"{part.ape.stride()} and {part.dim} channels"
-        )
+    check("kv", part.kv, part.kv.shape, rows=True)
+    check("score", part.score, part.score.shape, rows=True)
+    check("ape", part.ape, part.ape.shape, contiguous=True)
+    check("a ring of state", part.state[:1], (1, *part.state.shape[1:]), contiguous=True)
+    if part.hadamard and part.dim & (part.dim - 1):
+        raise ValueError(f"a Hadamard rotation needs a power of two of channels, got {part.dim}")
 
 
 def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
@@ -294,13 +272,9 @@ def _query_latent(tokens: TokenRows | LatentTokens) -> tuple[QueryLatentArgument
     (T, lora), qr, fp8 = tokens.qr.shape, tokens.qr, tokens.qr_fp8
     _check_rows("qr", qr, T, tokens.q_weight)
     if fp8 is not None:
-        q, scale = fp8.values, fp8.scale
-        if lora % 128 or q.shape != (T, lora) or scale.shape != (T, lora // 128) or (T > 1 and scale.stride(0) != 1):
-            raise ValueError(
-                f"a quantised latent of {(T, lora)} needs a multiple of 128 channels and scales [{T}, "
-                f"{lora // 128}] with stride 1 along the rows, got {tuple(q.shape)} and {tuple(scale.shape)} with "
-                f"strides {scale.stride()}"
-            )
+        if lora % 128:
+            raise ValueError(f"a quantised latent needs a multiple of 128 channels, got {lora}")
+        check_quantized("quantised latent", fp8, (T, lora))
     out = _output("qr_out", qr, tokens.qr_out)
     arguments = QueryLatentArguments(qr, qr.stride(0), tokens.q_weight, out, out.stride(0), tokens.eps, fp8_rows(fp8))
     return arguments, QueryLatentShape(lora, next_power_of_2(lora), fp8 is not None and fp8.pow2_scales)
@@ -312,8 +286,7 @@ def insert_latents(tokens: LatentTokens) -> Tensor:
     T, kv, cache, cos_sin, record = len(tokens.qr), tokens.kv, tokens.cache, tokens.cos_sin, tokens.cache.record
     rank, rope = len(tokens.kv_weight), cos_sin.shape[1]
     _check_rows("kv", kv[:, :rank], T, tokens.kv_weight)
-    if kv.shape[1] != rank + rope:
-        raise ValueError(f"need kv of {rank} + {rope} channels, got {tuple(kv.shape)}")
+    check("kv", kv, (T, rank + rope))
     _check_slots("latents", cache, tokens.positions, T, rank + rope)
     quantized = isinstance(record, Fp8DsMlaV32Record)
     if not quantized and record.name != "plain":
@@ -357,11 +330,9 @@ def _index_key(index: IndexKeyRows, positions: Tensor, rope: int) -> tuple[Index
     k, cache, T = index.k, index.cache, len(positions)
     _check_rows("index.k", k, T, index.weight)
     dim = k.shape[1]
-    if index.bias.shape != (dim,) or rope > dim or rope % 2:
-        raise ValueError(
-            f"index keys of {dim} channels need a bias of [{dim}] and up to {dim} rotated channels, got "
-            f"{tuple(index.bias.shape)} and {rope}"
-        )
+    check("index.bias", index.bias, (dim,))
+    if rope > dim or rope % 2:
+        raise ValueError(f"index keys of {dim} channels have up to {dim} rotated channels in pairs, got {rope}")
     block = next_power_of_2(dim)
     if index.hadamard and block != dim:
         raise ValueError(f"a Hadamard matrix needs a power of two of channels, got index keys of {dim}")
@@ -392,8 +363,7 @@ def head_launch(raw_q: RawQueries) -> HeadLaunch:
     T, dim = q.shape[0], q.shape[1] // raw_q.num_heads
     shape = (T, padded, dim)
     out = torch.empty(shape, dtype=q.dtype, device=q.device) if raw_q.out is None else raw_q.out
-    if out.shape != shape or out.dtype != q.dtype or out.stride(2) != 1:
-        raise ValueError(f"out must be {shape} {q.dtype} with contiguous channels, got {tuple(out.shape)} {out.dtype}")
+    check("out", out, shape, q.dtype, rows=True)
     plan = plan_queries(RowsProblem(T), gpu(q.device))
     rows = HeadArguments(
         q, cos_sin, raw_q.positions, out, raw_q.eps, cos_sin.shape[0], raw_q.num_heads, padded,
@@ -406,26 +376,17 @@ def head_launch(raw_q: RawQueries) -> HeadLaunch:
 
 def _output(name: str, x: Tensor, out: Tensor | None) -> Tensor:
     """``out``, or a new contiguous tensor of the shape and dtype of ``x`` if it is None."""
-    if out is None:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    if out.shape != x.shape or out.dtype != x.dtype or out.stride(-1) != 1:
-        raise ValueError(f"{name} must be {tuple(x.shape)} {x.dtype}, got {tuple(out.shape)} {out.dtype}")
-    return out
+    check(name, out, x.shape, x.dtype, rows=True)
+    return torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
 
 
 def _check_rows(name: str, x: Tensor, T: int, weight: Tensor | None = None) -> None:
-    if len(x) != T or x.dtype not in FLOATS or x.stride(1) != 1 or (weight is not None and weight.shape != x.shape[1:]):
-        given = "" if weight is None else f", and a weight of {tuple(weight.shape)}"
-        raise ValueError(
-            f"{name} must be [{T}, d] float32, bfloat16 or float16 with contiguous rows and a weight of [d], got "
-            f"{tuple(x.shape)} {x.dtype}, strides {x.stride()}{given}"
-        )
+    check(name, x, (T, "d"), FLOATS, rows=True)
+    check(f"the weight of {name}", weight, x.shape[1:])
 
 
 def _check_slots(name: str, cache: CacheRows, positions: Tensor, T: int, dim: int) -> None:
-    slots, record = cache.slots, cache.record
-    if positions.shape != (T,) or slots.shape != (T,) or record.dim != dim:
-        raise ValueError(
-            f"{name} need {T} positions and slots and a record of {dim} values, got {tuple(positions.shape)}, "
-            f"{tuple(slots.shape)} and {record.dim}"
-        )
+    check(f"positions of {name}", positions, (T,))
+    check(f"slots of {name}", cache.slots, (T,))
+    if cache.record.dim != dim:
+        raise ValueError(f"{name} need a record of {dim} values, got {cache.record.dim}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
@@ -15,8 +15,11 @@ from deepseek_attn.kernels.common.plans import (
     Table,
     cdiv,
     condition,
+    has,
+    kernel_planner,
     next_power_of_2,
     planner,
+    up_to,
 )
 from deepseek_attn.kernels.insert.types import CompressBatch, CompressPart
 
@@ -119,15 +122,6 @@ class WindowDivision(NamedTuple):
     reuses_ring_rows: bool
 
 
-class RowsPlan(KernelPlan):
-    """One launch of row programs."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What every launch of row programs says besides its arguments."""
-        return {"PDL": self.pdl, "num_warps": self.choice.config.warps, "launch_pdl": self.pdl}
-
-
 @dataclass(frozen=True)
 class InsertPlan:
     """Launches of `insert_tokens` or a part of it.
@@ -139,33 +133,21 @@ class InsertPlan:
         pdl, native_fp8: of the GPU.
     """
 
-    keys: Choice | None
+    keys: KernelPlan | None
     windows: Choice | None
     division: WindowDivision | None
     pdl: bool
     native_fp8: bool
 
 
-@condition
-def few_tokens(problem: RowsProblem | InsertProblem, gpu: GPU) -> bool:
-    """Few enough that starting early pays: programs that wait take the place of others that could run."""
-    return problem.tokens <= 256
-
-
-@condition
-def beside_compressors(problem: InsertProblem, gpu: GPU) -> bool:
-    return bool(problem.dims)
+FEW_TOKENS = up_to("tokens", 256)
+"""Few enough that starting early pays: programs that wait take the place of others that could run."""
 
 
 @condition
 def keys_and_kept_rings(problem: InsertProblem, gpu: GPU) -> bool:
     """Keys are written as well, and ring rows can be stored while windows are pooled."""
     return problem.keys and not problem.reuses_ring_rows
-
-
-@condition
-def short_windows(problem: InsertProblem, gpu: GPU) -> bool:
-    return problem.pooled_tokens <= 16
 
 
 def whole_windows(problem: InsertProblem, gpu: GPU) -> PoolTiles:
@@ -175,17 +157,17 @@ def whole_windows(problem: InsertProblem, gpu: GPU) -> PoolTiles:
 
 POOL_WARPS = 4
 SHARED_WINDOWS = PoolTiles(POOL_WARPS, 16, 4, channels=32)
+SHORT_WINDOWS = up_to("pooled_tokens", 16)
 PROGRAMS = "h200_index_scores.json: rows"
-LATENTS = "h100_tune_v32.json: insert.insert_latents"
-EARLY = "h200_index_scores.json: rows"
+LATENTS_DATA = "h100_tune_v32.json: insert.insert_latents"
 
 WINDOWS = Table(
     "insert.windows",
     {"insert_tokens_kernel": keys_and_kept_rings, "compress_kernel": ANY},
     [
-        Row(short_windows, "insert_tokens_kernel", whole_windows),
+        Row(SHORT_WINDOWS, "insert_tokens_kernel", whole_windows),
         Row(ANY, "insert_tokens_kernel", SHARED_WINDOWS),
-        Row(short_windows, "compress_kernel", whole_windows, PROGRAMS),
+        Row(SHORT_WINDOWS, "compress_kernel", whole_windows, PROGRAMS),
         Row(ANY, "compress_kernel", SHARED_WINDOWS, PROGRAMS),
     ],
 )
@@ -193,18 +175,18 @@ KEYS = Table(
     "insert.keys",
     {"norm_rope_insert_kernel": ANY},
     [  # as many warps as in a launch with the compressors: a row's sum must not depend on the step
-        Row(beside_compressors & few_tokens, "norm_rope_insert_kernel", RowTiles(POOL_WARPS, early=True)),
-        Row(beside_compressors, "norm_rope_insert_kernel", RowTiles(POOL_WARPS, early=False)),
-        Row(few_tokens, "norm_rope_insert_kernel", RowTiles(1, early=True)),
-        Row(ANY, "norm_rope_insert_kernel", RowTiles(1, early=False), EARLY),
+        Row(has("dims") & FEW_TOKENS, "norm_rope_insert_kernel", RowTiles(POOL_WARPS, early=True)),
+        Row(has("dims"), "norm_rope_insert_kernel", RowTiles(POOL_WARPS, early=False)),
+        Row(FEW_TOKENS, "norm_rope_insert_kernel", RowTiles(1, early=True)),
+        Row(ANY, "norm_rope_insert_kernel", RowTiles(1, early=False), PROGRAMS),
     ],
 )
 LATENTS = Table(
     "insert.insert_latents",
     {"insert_latents_kernel": ANY},
     [
-        Row(few_tokens, "insert_latents_kernel", RowTiles(2, early=True), LATENTS),
-        Row(ANY, "insert_latents_kernel", RowTiles(2, early=False), LATENTS),
+        Row(FEW_TOKENS, "insert_latents_kernel", RowTiles(2, early=True), LATENTS_DATA),
+        Row(ANY, "insert_latents_kernel", RowTiles(2, early=False), LATENTS_DATA),
     ],
 )
 ENTRIES = Table(
@@ -220,36 +202,18 @@ QUERIES = Table(  # a head per warp: its sum is the same in every batch
 @planner("insert.insert_tokens")
 def plan_insert(problem: InsertProblem, gpu: GPU) -> InsertPlan:
     """One launch for everything where no token overwrites the ring row of a token that it pools; else two."""
-    keys = KEYS.choose(problem, gpu) if problem.keys else None
-    if not problem.dims:
-        return InsertPlan(keys, None, None, gpu.pdl, gpu.native_fp8)
-    windows = WINDOWS.choose(problem, gpu)
-    if windows.kernel == "insert_tokens_kernel":
-        keys = None
-    return InsertPlan(keys, windows, divide_windows(problem, windows.config), gpu.pdl, gpu.native_fp8)
+    windows = division = None
+    if problem.dims:
+        windows = WINDOWS.choose(problem, gpu)
+        division = divide_windows(problem, windows.config)
+    together = windows is not None and windows.kernel == "insert_tokens_kernel"
+    keys = KernelPlan.of(KEYS.choose(problem, gpu), gpu) if problem.keys and not together else None
+    return InsertPlan(keys, windows, division, gpu.pdl, gpu.native_fp8)
 
 
-@planner("insert.insert_latents")
-def plan_latents(problem: RowsProblem, gpu: GPU) -> RowsPlan:
-    """One launch; a program for each row that a token adds."""
-    return _rows_plan(LATENTS, problem, gpu)
-
-
-@planner("insert.rope_insert")
-def plan_entries(problem: RowsProblem, gpu: GPU) -> RowsPlan:
-    """One launch; a program for each row."""
-    return _rows_plan(ENTRIES, problem, gpu)
-
-
-@planner("insert.query_norm_rope")
-def plan_queries(problem: RowsProblem, gpu: GPU) -> RowsPlan:
-    """One launch; a program for each block of a token's heads."""
-    return _rows_plan(QUERIES, problem, gpu)
-
-
-def _rows_plan(table: Table, problem: RowsProblem, gpu: GPU) -> RowsPlan:
-    rows = table.choose(problem, gpu)
-    return RowsPlan(rows, gpu.native_fp8, rows.config.early and gpu.pdl)
+plan_latents = kernel_planner(LATENTS)
+plan_entries = kernel_planner(ENTRIES)
+plan_queries = kernel_planner(QUERIES)
 
 
 def divide_windows(problem: InsertProblem, tiles: PoolTiles) -> WindowDivision:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
+from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.norm_rope import (
     apply_rope,
     apply_rope_half_split,
@@ -19,13 +22,77 @@ from deepseek_attn.kernels.common.quant import QuantizedRows, hadamard, quantize
 from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
-    ClosingWindows,
     CompressBatch,
     CompressPart,
     LatentAndKey,
     LatentTokens,
     TokenRows,
 )
+
+
+@dataclass(frozen=True)
+class ClosingWindows:
+    """Windows that close in a step, and where the projections of their tokens are.
+
+    Attributes:
+        phase: int64 ``[T]``, position within the window (row of ``ape``).
+        flight: int64 ``[E, G]``, row among this step's tokens of each of the ``G`` tokens of the ``E`` closing windows.
+        from_state: int64 ``[C, 2]``, (window, place in it) of tokens of earlier steps, and
+        state_source: int64 ``[C]``, their rows in the flattened state pool.
+        absent: bool ``[E, G]``, places before the first token (the older half of window 0).
+        entry_slots: int64 ``[E]`` compressed slots; entry_positions: int64 ``[E]`` rotary positions (first token).
+        keep, keep_rows: int64 ``[S]``, tokens of this step to store in the rings and their rows in the state pool.
+    """
+
+    phase: Tensor
+    flight: Tensor
+    from_state: Tensor
+    state_source: Tensor
+    absent: Tensor
+    entry_slots: Tensor
+    entry_positions: Tensor
+    keep: Tensor
+    keep_rows: Tensor
+
+
+_windows: WeakKeyDictionary[CompressBatch, ClosingWindows] = WeakKeyDictionary()
+
+
+def closing_windows(batch: CompressBatch) -> ClosingWindows:
+    """Index tensors of the windows that close in a step. Synchronises, once per batch."""
+    if (windows := _windows.get(batch)) is None:
+        windows = _windows.setdefault(batch, _closing_windows(batch))
+    return windows
+
+
+def _closing_windows(batch: CompressBatch) -> ClosingWindows:
+    positions, rows, pooled, kept_tokens = batch.positions, batch.rows, batch.pooled_tokens, batch.valid
+    token_to_req, ring = batch.token_to_req.long(), batch.ring_pages.long() * batch.rows
+    # the last rows of each request's new tokens stay for windows that are still open, or reopened by a rollback
+    if batch.max_query_len > rows:
+        last = batch.query_start_loc.long()[1:][token_to_req]
+        kept_tokens = kept_tokens & (torch.arange(len(last), device=positions.device) >= last - rows)
+    keep = kept_tokens.nonzero().flatten()
+    kept = {"keep": keep, "keep_rows": ring[token_to_req[keep]] + positions[keep] % rows}
+    phase, closing = positions % batch.ratio, (batch.slots >= 0).nonzero().flatten()
+    if closing.device.type == "cpu" and not len(closing):  # most decode steps
+        none = closing.new_empty(0, pooled)
+        pairs, absent = closing.new_empty(0, 2), torch.empty(0, pooled, dtype=torch.bool, device="cpu")
+        return ClosingWindows(phase, none, pairs, closing, absent, closing, closing, **kept)
+    offsets = torch.arange(pooled, device=positions.device) - pooled + 1
+    request, prefix_lens = token_to_req[closing].unsqueeze(1), batch.prefix_lens.long()
+    wanted = positions[closing].unsqueeze(1) + offsets
+    earlier = (wanted >= 0) & (wanted < prefix_lens[request])
+    return ClosingWindows(
+        phase=phase,
+        flight=(closing.unsqueeze(1) + offsets).clamp(min=0),
+        from_state=earlier.nonzero(),
+        state_source=(ring[request] + wanted % rows)[earlier],
+        absent=wanted < 0,
+        entry_slots=batch.slots[closing],
+        entry_positions=positions[closing] // batch.ratio * batch.ratio,
+        **kept,
+    )
 
 
 def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
@@ -86,7 +153,7 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
     """See `kernels.insert.compress_and_insert`."""
     for part in compressors:
         check_part(part, batch)
-    windows = batch.windows
+    windows = closing_windows(batch)
     for part in compressors:
         pooled = _pool_and_keep(part, windows)
         if len(pooled):
@@ -97,7 +164,7 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     """See `kernels.insert.compress_latents`."""
     check_part(part, batch)
-    pooled = _pool_and_keep(part, batch.windows)
+    pooled = _pool_and_keep(part, closing_windows(batch))
     latents = torch.zeros(len(batch.positions), part.dim, dtype=part.dtype, device=part.kv.device)
     latents[batch.slots >= 0] = rms_norm(pooled.to(part.dtype), part.eps, part.norm_weight)
     return latents
@@ -126,17 +193,11 @@ def check_part(part: CompressPart, batch: CompressBatch) -> None:
     """Raises ValueError when the shapes of a compressor do not fit the batch."""
     width = batch.pooled_tokens // batch.ratio * part.dim
     tokens = len(batch.positions)
-    for name, tensor, shape in (
-        ("kv", part.kv, (tokens, width)),
-        ("score", part.score, (tokens, width)),
-        ("ape", part.ape, (batch.ratio, width)),
-        ("state", part.state, (part.state.shape[0], batch.rows, 2 * width)),
-    ):
-        if tensor.shape != shape or tensor.dtype != torch.float32:
-            raise ValueError(
-                f"{name} of a compressor of ratio {batch.ratio}, {part.dim} channels and rings of {batch.rows} rows "
-                f"must be float32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
-            )
+    of = f"of a compressor of ratio {batch.ratio}, {part.dim} channels and rings of {batch.rows} rows"
+    check(f"kv {of}", part.kv, (tokens, width), torch.float32)
+    check(f"score {of}", part.score, (tokens, width), torch.float32)
+    check(f"ape {of}", part.ape, (batch.ratio, width), torch.float32)
+    check(f"state {of}", part.state, ("pages", batch.rows, 2 * width), torch.float32)
     if part.record.dim != part.dim:
         raise ValueError(f"entries have {part.dim} channels, and the record holds {part.record.dim}")
 

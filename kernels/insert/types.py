@@ -141,7 +141,7 @@ class CompressPart:
         return self.norm_weight.shape[0]
 
 
-@dataclass
+@dataclass(eq=False)
 class CompressBatch:
     """A step's tokens as the compressors of one (ratio, overlap) see them. All tensors are on the device.
 
@@ -184,63 +184,3 @@ class CompressBatch:
     def pooled_tokens(self) -> int:
         """Tokens that an entry pools."""
         return (2 if self.overlap else 1) * self.ratio
-
-    @cached_property
-    def windows(self) -> ClosingWindows:
-        """Index tensors of the windows that close in this step, for the reference. Synchronises, once per batch."""
-        return _closing_windows(self)
-
-
-@dataclass(frozen=True)
-class ClosingWindows:
-    """Windows that close in a step, and where the projections of their tokens are.
-
-    Attributes:
-        phase: int64 ``[T]``, position within the window (row of ``ape``).
-        flight: int64 ``[E, G]``, row among this step's tokens of each of the ``G`` tokens of the ``E`` closing windows.
-        from_state: int64 ``[C, 2]``, (window, place in it) of tokens of earlier steps, and
-        state_source: int64 ``[C]``, their rows in the flattened state pool.
-        absent: bool ``[E, G]``, places before the first token (the older half of window 0).
-        entry_slots: int64 ``[E]`` compressed slots; entry_positions: int64 ``[E]`` rotary positions (first token).
-        keep, keep_rows: int64 ``[S]``, tokens of this step to store in the rings and their rows in the state pool.
-    """
-
-    phase: Tensor
-    flight: Tensor
-    from_state: Tensor
-    state_source: Tensor
-    absent: Tensor
-    entry_slots: Tensor
-    entry_positions: Tensor
-    keep: Tensor
-    keep_rows: Tensor
-
-
-def _closing_windows(batch: CompressBatch) -> ClosingWindows:
-    positions, rows, pooled, kept_tokens = batch.positions, batch.rows, batch.pooled_tokens, batch.valid
-    token_to_req, ring = batch.token_to_req.long(), batch.ring_pages.long() * batch.rows
-    # the last rows of each request's new tokens stay for windows that are still open, or reopened by a rollback
-    if batch.max_query_len > rows:
-        last = batch.query_start_loc.long()[1:][token_to_req]
-        kept_tokens = kept_tokens & (torch.arange(len(last), device=positions.device) >= last - rows)
-    keep = kept_tokens.nonzero().flatten()
-    kept = {"keep": keep, "keep_rows": ring[token_to_req[keep]] + positions[keep] % rows}
-    phase, closing = positions % batch.ratio, (batch.slots >= 0).nonzero().flatten()
-    if closing.device.type == "cpu" and not len(closing):  # most decode steps
-        none = closing.new_empty(0, pooled)
-        pairs, absent = closing.new_empty(0, 2), torch.empty(0, pooled, dtype=torch.bool, device="cpu")
-        return ClosingWindows(phase, none, pairs, closing, absent, closing, closing, **kept)
-    offsets = torch.arange(pooled, device=positions.device) - pooled + 1
-    request, prefix_lens = token_to_req[closing].unsqueeze(1), batch.prefix_lens.long()
-    wanted = positions[closing].unsqueeze(1) + offsets
-    earlier = (wanted >= 0) & (wanted < prefix_lens[request])
-    return ClosingWindows(
-        phase=phase,
-        flight=(closing.unsqueeze(1) + offsets).clamp(min=0),
-        from_state=earlier.nonzero(),
-        state_source=(ring[request] + wanted % rows)[earlier],
-        absent=wanted < 0,
-        entry_slots=batch.slots[closing],
-        entry_positions=positions[closing] // batch.ratio * batch.ratio,
-        **kept,
-    )

@@ -44,13 +44,10 @@ def launch(
     if not count:
         return
     residual_stride = 0 if residual is None else residual.stride(0)
-    block, warps = plan.choice.config
     rms_norm_kernel[(count,)](
         NormRows(x, residual, weight, out, total, x.stride(0), residual_stride, eps),
         CHANNELS=channels,
-        BLOCK=block,
-        PDL=plan.pdl,
+        BLOCK=plan.choice.config.block,
         enable_fp_fusion=True,
-        num_warps=warps,
-        launch_pdl=plan.pdl,
+        **plan.options,
     )

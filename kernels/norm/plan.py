@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, KernelPlan, Row, Table, next_power_of_2, planner
+from deepseek_attn.kernels.common.plans import ANY, Row, Table, kernel_planner, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,4 @@ def whole_rows(problem: NormProblem, gpu: GPU) -> NormTiles:
 
 
 NORMS = Table("norm.rms_norm", {"rms_norm_kernel": ANY}, [Row(ANY, "rms_norm_kernel", whole_rows)])
-
-
-@planner("norm.rms_norm")
-def plan(problem: NormProblem, gpu: GPU) -> KernelPlan:
-    """One launch for any number of rows; the result of a row depends on nothing else."""
-    return KernelPlan.of(NORMS.choose(problem, gpu), gpu)
+plan = kernel_planner(NORMS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepseek_attn.kernels.common import norm_rope
+from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.norm.types import NormedSum
 
 
@@ -23,9 +24,5 @@ def add_rms_norm(x: Tensor, residual: Tensor, eps: float, weight: Tensor) -> Nor
 
 def check_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
     """Raises ValueError unless there is a weight per channel, and the residual is like ``x``."""
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must be [{x.shape[-1]}] for x {list(x.shape)}, got {list(weight.shape)}")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(
-            f"the residual must be {x.dtype} {list(x.shape)} as x is, got {residual.dtype} {list(residual.shape)}"
-        )
+    check("weight", weight, x.shape[-1:])
+    check("the residual", residual, x.shape, x.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, next_power_of_2
 from deepseek_attn.kernels.sampling.plan import GreedyProblem, plan
@@ -19,8 +20,9 @@ from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 
 def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     """See `deepseek_attn.kernels.sampling.greedy_tokens`."""
-    if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.shape[1]:
-        raise ValueError(f"logits must be float32 [T, vocab], got {logits.dtype} {list(logits.shape)}")
+    check("logits", logits, ("T", "vocab"), torch.float32)
+    if not logits.shape[1]:
+        raise ValueError(f"logits must have a vocabulary, got {list(logits.shape)}")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
@@ -50,11 +52,7 @@ def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tenso
     if requests:
         rows = len(chosen) // requests
         accept_drafts_kernel[(requests,)](
-            token_ids,
-            chosen,
-            starts,
-            ends,
-            out,
+            *(token_ids, chosen, starts, ends, out),
             ROWS=rows,
             WIDTH=next_power_of_2(rows),
             VERIFY=verify,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, KernelPlan, Row, Table, planner
+from deepseek_attn.kernels.common.plans import ANY, Row, Table, kernel_planner
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,6 @@ class GreedyTiles(NamedTuple):
 
 
 GREEDY = Table(
-    "sampling.greedy_tokens",
-    {"greedy_block_kernel": ANY},
-    [Row(ANY, "greedy_block_kernel", GreedyTiles(1024, 4))],
+    "sampling.greedy_tokens", {"greedy_block_kernel": ANY}, [Row(ANY, "greedy_block_kernel", GreedyTiles(1024, 4))]
 )
-
-
-@planner("sampling.greedy_tokens")
-def plan(problem: GreedyProblem, gpu: GPU) -> KernelPlan:
-    """Two launches for any number of rows."""
-    return KernelPlan.of(GREEDY.choose(problem, gpu), gpu)
+plan = kernel_planner(GREEDY)

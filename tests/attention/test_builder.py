@@ -14,6 +14,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.impls.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, StepMetadata
 from deepseek_attn.kernels.insert import CompressBatch
+from deepseek_attn.kernels.insert.reference import closing_windows
 from tests.support.decode_batches import decode_batch
 
 GARBAGE = 2**31 - 1  # page id of table entries that nothing may look at
@@ -212,7 +213,7 @@ def test_layers_with_an_indexer_need_no_precomputed_entries(builder):
 def test_compressor_windows(builder, batch, kind):
     """Each slot of a closing window comes from this step, from the state, or from before the first token."""
     ratio, overlap = kind
-    meta = builder.build(batch.step(builder)).compressor[kind].windows
+    meta = closing_windows(builder.build(batch.step(builder)).compressor[kind])
     size, entries = ratio * (2 if overlap else 1), entries_per_page(ratio)
     rows = size + 5
     table = batch.table(ratio_group(ratio), ratio * entries)
@@ -246,7 +247,7 @@ def test_compressor_windows(builder, batch, kind):
 @pytest.mark.parametrize("kind", [(4, True), (16, True), (128, False)], ids=["C4A", "C16A_overlap", "C128A"])
 def test_compressor_keeps_the_last_rows_of_each_request(builder, batch, kind):
     ratio, overlap = kind
-    meta = builder.build(batch.step(builder)).compressor[kind].windows
+    meta = closing_windows(builder.build(batch.step(builder)).compressor[kind])
     rows = ratio * (2 if overlap else 1) + 5
     rings = [row[0] * rows for row in batch.table(STATE, None)]
     keep = [
@@ -307,11 +308,11 @@ def test_worked_example_compressed_slot(position, expected):
 def test_worked_example_compressor():
     """Ratio 4, new tokens 5, 6, 7: only 7 closes a window, from tokens 0..7. Token 3 closes one from 0..3."""
     builder = make_builder()
-    meta = builder.build(Batch([(5, 3)]).step(builder)).compressor[4, True].windows
+    meta = closing_windows(builder.build(Batch([(5, 3)]).step(builder)).compressor[4, True])
     assert meta.entry_positions.tolist() == [4]
     assert meta.from_state.tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [0, 4]]
     assert meta.flight[0, 5:].tolist() == [0, 1, 2]
-    meta = builder.build(Batch([(0, 4)]).step(builder)).compressor[4, True].windows
+    meta = closing_windows(builder.build(Batch([(0, 4)]).step(builder)).compressor[4, True])
     assert meta.absent.tolist() == [[True] * 4 + [False] * 4]
     assert meta.flight[0, 4:].tolist() == [0, 1, 2, 3]
 
@@ -326,7 +327,7 @@ def test_slots_are_computed_in_64_bits():
     assert meta.swa.slot_mapping.min() >= 2**27 * 64
     assert meta.sparse[4].slot_mapping.max() >= 2**27 * 64
     for kind, rows in (((4, True), 13), ((128, False), 133)):
-        compressor = meta.compressor[kind].windows
+        compressor = closing_windows(meta.compressor[kind])
         assert compressor.keep_rows.min() >= 2**27 * rows
         assert compressor.state_source.numel() == 0 or compressor.state_source.min() >= 2**27 * rows
         assert compressor.entry_slots.min() >= 2**27 * 32

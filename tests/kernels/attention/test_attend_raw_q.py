@@ -239,7 +239,7 @@ def test_errors(gpu):
         op(heads._replace(cos_sin=heads.cos_sin[:, :32].contiguous()), pools, scale, sink, 4)
     with pytest.raises(ValueError, match="contiguous rows"):
         op(heads._replace(q=heads.q.t().contiguous().t()), pools, scale, sink, 4)
-    with pytest.raises(ValueError, match=r"q must be \(2, 8, 512\)"):
+    with pytest.raises(ValueError, match=r"q must be bfloat16 \[2, 8, 512\]"):
         op(heads, pools, scale, sink, 4, q=torch.zeros(2, 8, 256).bfloat16())
     with pytest.raises(ValueError, match="queries need keys"):
         op(heads, [keys._replace(indices=keys.indices[:, :0]) for keys in pools], scale, sink, 4)

@@ -129,8 +129,8 @@ def test_refuses(gpu):
     pool, table = make_cache(record, [3], 2, gpu)
     lens, out = torch.tensor([3], device=gpu), torch.ones(1, 4, record.dim, device=gpu)
     wrong = {
-        "out has 1 requests": (out, record, pool, lens.repeat(2), None, table, 2, 0),
-        "contiguous rows of 128": (out[..., :-1], record, pool, lens, None, table, 2, 0),
+        "seq_lens must be": (out, record, pool, lens.repeat(2), None, table, 2, 0),
+        "out must be .*, 128. with contiguous rows": (out[..., :-1], record, pool, lens, None, table, 2, 0),
         "a pool of 64 entries": (out, record, pool, lens, None, table, 64, 0),
         "records that are gathered": (out, IndexFp8Record(128), pool, lens, None, table, 2, 0),
         "multiples of 2 bytes": (out, record, pool.flatten()[1:].unfold(0, 600, 600), lens, None, table, 2, 0),

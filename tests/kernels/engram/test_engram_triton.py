@@ -91,9 +91,9 @@ def test_no_tokens_and_bad_arguments():
     assert engram.gate_streams(streams[:0], kv[:0], q, k, 1e-20).shape == (0, 3, 8)
     rows = all_rows(2, 3, 64)
     assert engram.dequantize_rows(TableRows(*(part[:0] for part in rows)), torch.float32).shape == (0, 192)
-    with pytest.raises(ValueError, match=r"kv must be torch.float32 \[2, 32\]"):
+    with pytest.raises(ValueError, match=r"kv must be float32 \[2, 32\]"):
         engram.gate_streams(streams, kv[:, 8:], q, k, 1e-20)
-    with pytest.raises(ValueError, match=r"need scales uint8 \[2, 3, 2\]"):
+    with pytest.raises(ValueError, match=r"scales must be uint8 \[2, 3, 2\]"):
         engram.dequantize_rows(rows._replace(scales=rows.scales[..., :1]), torch.float32)
     with pytest.raises(ValueError, match=r"must be float8_e4m3fn, got torch\.uint8"):
         engram.dequantize_rows(rows._replace(values=rows.values.view(torch.uint8)), torch.float32)

@@ -126,20 +126,19 @@ def test_memory_that_is_not_written_is_not_read(gpu, monkeypatch, T, shape):
         assert torch.equal(mine, other)
 
 
-def test_bad_arguments_are_named(monkeypatch):
-    monkeypatch.setattr(hc, "on_gpu", lambda x: True)
+def test_bad_arguments_are_named():
     (y, streams, post, comb), pre = make(3, 4, 32, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"streams must be \[T, m, D\]"):
+    with pytest.raises(ValueError, match=r"streams must be .* \[T, m, D\]"):
         hc.hc_pre(streams[0], pre)
-    with pytest.raises(ValueError, match=r"contiguous float32 \[24, 128\], \[24\] and \[3\]"):
+    with pytest.raises(ValueError, match=r"fn of 4 streams must be contiguous float32 \[24, 128\]"):
         hc.hc_pre(streams, pre._replace(fn=pre.fn[:4]))
     with pytest.raises(ValueError, match=r"the norm's weight must be float32 \[32\]"):
         hc.hc_pre(streams, pre._replace(norm=pre.norm[:5]))
-    with pytest.raises(ValueError, match=r"y, post and comb must be \(3, 32\), \(3, 4\) and \(3, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"y must be"):
         hc.hc_post(y[:2], streams, post, comb)
-    with pytest.raises(ValueError, match="post and comb must be contiguous float32"):
+    with pytest.raises(ValueError, match="must be contiguous float32"):
         hc.hc_post(y, streams, post.double(), comb)
-    with pytest.raises(ValueError, match=r"y, post and comb must be"):
+    with pytest.raises(ValueError, match=r"y must be"):
         hc.hc_post_pre(y[:2], streams, post, comb, pre)
     with pytest.raises(ValueError, match=r"contiguous float32 \[24, 128\]"):
         hc.hc_post_pre(y, streams, post, comb, pre._replace(fn=pre.fn[:4]))

@@ -143,10 +143,10 @@ def test_kernel_takes_no_rows(kernel, device):
 def test_kernel_refuses_what_it_cannot_take(kernel, device):
     rows = IndexQueryRows(*make(3, 2, torch.float32, device), 1.0, "fp8")
     for words, change in {
-        "need q": {"q": rows.q[:, :200]},
+        "q must be": {"q": rows.q[:, :200]},
         "index keys are": {"key_format": "fp6"},
-        "need positions": {"positions": rows.positions[:2]},
-        "must be floats": {"q": rows.q.int()},
+        "positions must be": {"positions": rows.positions[:2]},
+        "q must be float32, bfloat16 or float16": {"q": rows.q.int()},
     }.items():
         with pytest.raises(ValueError, match=words):
             kernel(rows._replace(**change))

@@ -271,13 +271,13 @@ def test_refuses_what_it_cannot_take(ops, device):
     queries, keys, visible = batch.args()
     other = make_index_record("fp8", 64)
     for words, args in {
-        "keys need contiguous q": (queries._replace(q=queries.q.float()), keys, visible),
-        "need contiguous q": (queries, keys._replace(record=other), visible),
+        "q for index_fp8 keys must be contiguous": (queries._replace(q=queries.q.float()), keys, visible),
+        "q for index_fp8 keys must be": (queries, keys._replace(record=other), visible),
         "weights must be": (queries._replace(weights=queries.weights.double()), keys, visible),
-        "entries per page take": (queries, keys._replace(entries=99), visible),
+        "a pool of 99 entries": (queries, keys._replace(entries=99), visible),
         "multiples of 4 bytes": (queries, keys._replace(pool=keys.pool[:, 1:]), visible),
         "width must be in": (queries, keys, visible, 10_000),
-        "token_to_req and num_visible": (queries, keys._replace(token_to_req=keys.token_to_req[:1]), visible),
+        "token_to_req must be": (queries, keys._replace(token_to_req=keys.token_to_req[:1]), visible),
         "out must be": (queries, keys, visible, 64, 0, torch.zeros(2, 63, device=device)),
     }.items():
         with pytest.raises(ValueError, match=words):

@@ -224,18 +224,18 @@ def test_refuses():
     good = make("V3.2", torch.bfloat16, torch.device("cpu"))
     slots = torch.zeros(8, dtype=torch.int64)
     wrong = {
-        "qr must be .*contiguous rows and a weight of": good._replace(q_weight=torch.ones(1535)),
+        "the weight of qr must be .1536.": good._replace(q_weight=torch.ones(1535)),
         "kv must be .*float32, bfloat16 or float16": good._replace(kv=torch.zeros(9, 576, dtype=torch.int32)),
-        "need kv of 512 . 64 channels": good._replace(kv=torch.zeros(9, 512)),
-        "latents need 9 positions and slots and a record of 576": good._replace(cache=good.cache._replace(slots=slots)),
-        "index keys need 9 positions and slots": good._replace(
+        "kv must be .9, 576.": good._replace(kv=torch.zeros(9, 512)),
+        "slots of latents must be .9.": good._replace(cache=good.cache._replace(slots=slots)),
+        "slots of index keys must be .9.": good._replace(
             index=good.index._replace(cache=good.index.cache._replace(slots=slots))
         ),
         "plain or fp8_v32 records, got 'index_fp8'": good._replace(
             cache=good.cache._replace(record=IndexFp8Record(576))
         ),
         "a pool of 64 entries": good._replace(cache=good.cache._replace(page_entries=64)),
-        "need a bias of .128.": good._replace(index=good.index._replace(bias=torch.ones(127))),
+        "index.bias must be .128.": good._replace(index=good.index._replace(bias=torch.ones(127))),
     }
     for message, tokens in wrong.items():
         with pytest.raises(ValueError, match=message):

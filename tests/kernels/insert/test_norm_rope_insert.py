@@ -287,9 +287,9 @@ def test_refuses(device):
     from deepseek_attn.kernels.insert.launch import norm_rope_insert, query_norm_rope
 
     wrong = {
-        "contiguous rows and a weight of": {"q_weight": torch.ones(95)},
+        "the weight of qr must be .96.": {"q_weight": torch.ones(95)},
         "float32, bfloat16 or float16": {"kv": torch.zeros(9, 512, dtype=torch.int32)},
-        "9 positions and slots": {"slots": torch.zeros(8, dtype=torch.int64)},
+        "slots of keys must be .9.": {"slots": torch.zeros(8, dtype=torch.int64)},
         "a record of 512 values": {"record": Fp8DsMlaRecord(64, 64)},
         "a pool of 64 entries": {"n": 64},
         "both must be even": {"table": torch.zeros(POSITIONS, 63)},
