@@ -255,8 +255,9 @@ def of_row(processor: Callable[..., torch.Tensor]) -> Callable[[LogitsRow, torch
 
 
 def bad_word_ids(words: Iterable[str | tuple[int, ...]], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """Token ids of bad words: as they are written at the beginning of a text and, where that is another token, behind
-    a space.
+    """Token ids of bad words: as they are written at the beginning of a text and, where those differ, behind a space.
+
+    vLLM leaves out the form behind a space where it has another number of tokens, so that the word still comes.
 
     Raises:
         ValueError: text without a tokenizer.
@@ -273,7 +274,7 @@ def bad_word_ids(words: Iterable[str | tuple[int, ...]], tokenizer: Tokenizer | 
             )
         plain, spaced = (tuple(tokenizer.encode(space + word.lstrip())) for space in ("", " "))
         found.append(plain)
-        if spaced[0] != plain[0] and len(spaced) == len(plain):
+        if spaced[-len(plain) :] != plain:
             found.append(spaced)
     return found
 

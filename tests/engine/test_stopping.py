@@ -119,3 +119,27 @@ def test_abort_releases_what_was_held_back():
     assert checker.push(0).text == "x"
     assert checker.abort() == "E?"
     assert checker.reason == "abort"
+
+
+def test_a_stop_string_is_part_of_the_text_on_request():
+    """However tokens are cut; what comes after it in the same token is not."""
+    for pieces in splits("xaENDyz"):
+        found, reason = run(pieces, stop=("END",), include_stop_str_in_output=True)
+        assert ("".join(found), reason) == ("xaEND", "stop")
+    found, reason = run(["ab", "cd", "ef"], stop_token_ids=[1], include_stop_str_in_output=True)
+    assert (found, reason) == (["ab", "cd"], "stop")
+
+
+def test_stop_strings_do_not_count_before_min_tokens():
+    """One that is complete by then is text; one that ends later stops, also where it began before."""
+    for pieces in splits("aENDbEND"):
+        for least in range(len(pieces) + 1):
+            found, reason = run(pieces, stop=("END",), min_tokens=least)
+            done = "".join(pieces[:least])
+            place = next((i for i in range(1, 9) if "aENDbEND"[:i].endswith("END") and i > len(done)), None)
+            assert reason == (None if place is None else "stop")
+            assert "".join(found) == "aENDbEND"[: place - 3 if place else 8]
+
+
+def test_a_stop_string_within_another_that_is_held_back():
+    assert run(["xa", "b", "c", "d"], stop=("b", "abz"), min_tokens=2) == (["x", "", "abc", "d"], None)
