@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -37,8 +38,8 @@ VARIANTS = {
 class Fuzz:
     """Drives an engine at random and knows what each request must produce."""
 
-    def __init__(self, seed: int, options: dict, most_new: int = 40):
-        self.rng, self.most_new = random.Random(seed), most_new
+    def __init__(self, seed: int, options: dict, most_new: int = 40, most_completions: int = 1):
+        self.rng, self.most_new, self.most_completions = random.Random(seed), most_new, most_completions
         self.runner = FakeRunner.create(**options)
         self.engine = Engine(self.runner)
         self.longest = self.runner.layout.max_model_len - 1
@@ -62,7 +63,10 @@ class Fuzz:
         if rng.random() < 0.03:
             prompt = rng.choice([[], [5] * (self.longest + 2)])
         params = SamplingParams(temperature=0, max_tokens=rng.randint(1, self.most_new), ignore_eos=True)
-        self.requests.append((self.engine.add_request(prompt, params), prompt, params))
+        if self.most_completions > 1:  # a fake model is certain of its tokens
+            params = replace(params, temperature=0.01, n=rng.randint(1, self.most_completions))
+        first = self.engine.add_request(prompt, params)
+        self.requests += [(request, prompt, params) for request in first.group]
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -151,3 +155,28 @@ def test_steps_that_run_out_of_memory(most, ratios):
     fuzz.check_outputs()
     fuzz.check_nothing_is_left()
     assert fuzz.engine.scheduler.max_num_batched_tokens <= 2 * most  # larger steps are tried now and then
+
+
+SHARING = (
+    "roomy",
+    "chunks",
+    "one_token",
+    "prefixes",
+    "few_entries",
+    "few_states",
+    "all_short",
+    "no_rollback",
+    "v32_short",
+)
+
+
+@pytest.mark.parametrize("variant", tiered(SHARING, ["few_states", "all_short", "v32_short"]))
+def test_completions_of_one_prompt(variant):
+    """They share its pages, as far as there are any, and are cancelled, preempted and evicted like others."""
+    fuzz = Fuzz(3, VARIANTS[variant], most_completions=6)
+    fuzz.run(60)
+    fuzz.check_outputs()
+    fuzz.check_nothing_is_left()
+    assert sum(fuzz.engine.stats.finished.values()) == len(fuzz.requests)
+    shared = [r for r, prompt, _ in fuzz.requests if r.first and r.cached_tokens == len(prompt) - 1 > 0]
+    assert (len(shared) > 5) == (variant != "no_rollback")
