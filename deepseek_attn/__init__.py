@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deepseek_attn.engine.engine import Engine
     from deepseek_attn.engine.llm import LLM
     from deepseek_attn.engine.sampling import SamplingParams
-    from deepseek_attn.inspect.inspection import inspect_attention
+    from deepseek_attn.lab.inspect.inspection import inspect_attention
     from deepseek_attn.runner.model_runner import ModelRunner
     from deepseek_attn.runner.session import LayerSession
 
@@ -33,7 +33,7 @@ _HOMES = {
     "LLM": "deepseek_attn.engine.llm",
     "Engine": "deepseek_attn.engine.engine",
     "SamplingParams": "deepseek_attn.engine.sampling",
-    "inspect_attention": "deepseek_attn.inspect.inspection",
+    "inspect_attention": "deepseek_attn.lab.inspect.inspection",
 }
 __all__ = [
     "LLM",

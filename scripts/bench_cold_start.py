@@ -84,8 +84,8 @@ class Process:
             from deepseek_attn.cli.generate import default_checkpoint
 
             return LLM(default_checkpoint()).engine
-        from deepseek_attn.bench.engine import cut_config
         from deepseek_attn.checkpoint.random import RepeatingSource
+        from deepseek_attn.lab.bench.engine import cut_config
 
         config = cut_config(ModelConfig.from_preset(self.args.child), self.args.layers, self.args.experts)
         return Engine(

@@ -28,13 +28,13 @@ from pathlib import Path
 
 import torch
 
-from deepseek_attn.bench.engine import cut_config, random_prompts, run_engine
 from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli.info import environment
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.lab.bench.engine import cut_config, random_prompts, run_engine
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.utils.files import write_text

@@ -29,12 +29,12 @@ from compare_checkouts import replay_times
 from torch import Tensor
 
 from deepseek_attn import ModelConfig
-from deepseek_attn.bench.cases.case import OpCase
-from deepseek_attn.bench.cases.moe import experts_case
-from deepseek_attn.bench.timing import captured
 from deepseek_attn.cli.info import environment
 from deepseek_attn.cli.options import numbers
 from deepseek_attn.kernels.moe import reference
+from deepseek_attn.lab.bench.cases.case import OpCase
+from deepseek_attn.lab.bench.cases.moe import experts_case
+from deepseek_attn.lab.bench.timing import captured
 from deepseek_attn.utils.files import write_text
 
 if TYPE_CHECKING:

@@ -37,19 +37,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from deepseek_attn.bench.layer import fill_caches, reserved_sequences
-from deepseek_attn.bench.machines import MACHINES
-from deepseek_attn.bench.model import decode_step
-from deepseek_attn.bench.ranks import RankLayout, RankModel
-from deepseek_attn.bench.timing import time_calls, time_graph, time_until_done
 from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.checkpoint.published import PublishedSource, StoredWeight
 from deepseek_attn.checkpoint.recipes import DRAW, Recipe
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.estimates.machines import MACHINES
+from deepseek_attn.estimates.ranks import RankLayout, RankModel
 from deepseek_attn.kernels.collectives import all_reduce
 from deepseek_attn.kernels.linear import FP4_GROUP
+from deepseek_attn.lab.bench.layer import fill_caches, reserved_sequences
+from deepseek_attn.lab.bench.model import decode_step
+from deepseek_attn.lab.bench.timing import time_calls, time_graph, time_until_done
 from deepseek_attn.layers.parallel import Parallel, StepNeeds, launched
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.utils.files import write_text

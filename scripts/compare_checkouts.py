@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -62,9 +62,11 @@ class Checkout:
 
 
 def layer_bench():
-    """The module that times layers, in checkouts before and after it had a folder."""
-    bench = importlib.import_module("deepseek_attn.bench")
-    return bench if hasattr(bench, "fill_caches") else importlib.import_module("deepseek_attn.bench.layer")
+    """The module that times layers: the first of its paths, from the newest to the oldest, that a checkout has."""
+    for path in ("lab.bench.layer", "bench.layer"):
+        with suppress(ModuleNotFoundError):
+            return importlib.import_module(f"deepseek_attn.{path}")
+    return importlib.import_module("deepseek_attn.bench")
 
 
 class Layers:

@@ -18,9 +18,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepseek_attn.bench.plots import FOREGROUND, MUTED, SERIES, svg_element
-from deepseek_attn.experiments.report.figures import Figure, curves, length_lines, lines, scatter
-from deepseek_attn.experiments.report.schema import Report, tasks, with_task
+from deepseek_attn.lab.bench.plots import FOREGROUND, MUTED, SERIES, svg_element
+from deepseek_attn.lab.experiments.report.figures import Figure, curves, length_lines, lines, scatter
+from deepseek_attn.lab.experiments.report.schema import Report, tasks, with_task
 from deepseek_attn.utils.files import write_text
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ PARTS = {
     "models": ["tests/models", "tests/runner", "tests/v32", "tests/testing"],
     "engine": ["tests/engine", "tests/text", "tests/cli", "tests/config", "tests/utils"],
     "bare": ["tests/bare"],
-    "training": ["tests/training", "tests/experiments", "tests/bench"],
+    "laboratory": ["tests/lab", "tests/estimates"],
 }
 BUILD = "from setuptools import build_meta; print(build_meta.build_{}('{}'))"
 

@@ -1,26 +1,53 @@
 """The command line, ``deepseek-attn COMMAND``.
 
-Each command is a module with ``add_parser(subparsers)`` that imports torch only when it runs, so that ``--help`` is
-quick. An error that a user can correct is one message and exit code 2.
+`COMMANDS` names each command's module, which is imported when the command is asked for. The module's
+``add_arguments(parser)`` adds the flags and sets ``run``; torch is imported only when a command runs, so that
+``--help`` is quick. An error that a user can correct is one message and exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import logging
 import os
 import signal
 import sys
-from types import FrameType
+from collections.abc import Sequence
+from types import FrameType, ModuleType
+from typing import NamedTuple
 
-from deepseek_attn.cli import bench, experiment, generate, info, inspect, make_checkpoint, plan, score, train, warmup
 from deepseek_attn.cli.log import logged
 from deepseek_attn.cli.options import Parser, check_bounds
 from deepseek_attn.cli.terminal import say
 from deepseek_attn.utils.version import __version__
 
-COMMANDS = (generate, score, inspect, info, plan, warmup, bench, make_checkpoint, train, experiment)
+
+class Command(NamedTuple):
+    """A command: the path of its module, and its line in ``deepseek-attn --help``."""
+
+    module: str
+    help: str
+
+
+LABORATORY = "deepseek_attn.lab"
+COMMANDS = {
+    "generate": Command("deepseek_attn.cli.generate", "complete a prompt"),
+    "score": Command("deepseek_attn.cli.score", "logits of given tokens"),
+    "inspect": Command(f"{LABORATORY}.commands.inspect", "the cache entries that each token of a prompt reads"),
+    "info": Command(
+        "deepseek_attn.cli.info", "machine, versions, backends; with --plans the kernels of a model's steps"
+    ),
+    "plan": Command(
+        "deepseek_attn.cli.plan", "KV cache bytes per layer, sequence and token; memory and step times on GPUs"
+    ),
+    "warmup": Command("deepseek_attn.cli.warmup", "compile a model's kernels ahead"),
+    "bench": Command(f"{LABORATORY}.commands.bench", "time ops, layers and models"),
+    "make-checkpoint": Command("deepseek_attn.cli.make_checkpoint", "random weights in the published format"),
+    "train": Command(f"{LABORATORY}.commands.train", "train a small model from scratch"),
+    "experiment": Command(f"{LABORATORY}.commands.experiment", "compare compress-ratio schedules"),
+}
 BROKEN_PIPE = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 
@@ -28,14 +55,36 @@ class Terminated(KeyboardInterrupt):
     """A signal other than SIGINT asks the process to end; its number is the argument."""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; a parsed namespace's ``run(namespace)`` runs the command."""
+def make_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The parser of the command line; a parsed namespace's ``run(namespace)`` runs the command.
+
+    Args:
+        words: the arguments to parse. Only commands that are named among them get their flags; None: all commands.
+
+    Raises:
+        ValueError: a command of the laboratory was named, and the laboratory is not installed.
+    """
     parser = Parser(prog="deepseek-attn", description="Run DeepSeek checkpoints.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    for name, command in COMMANDS.items():
+        own = subparsers.add_parser(name, help=command.help)
+        if words is None or name in words:
+            command_module(name).add_arguments(own)
     return parser
+
+
+def command_module(name: str) -> ModuleType:
+    """Imports the module of a command; ValueError for one of the laboratory where that is not installed."""
+    try:
+        return importlib.import_module(COMMANDS[name].module)
+    except ModuleNotFoundError as error:
+        if error.name != LABORATORY:
+            raise
+        raise ValueError(
+            f"{name} belongs to the laboratory, the package {LABORATORY}, which is missing here; install the whole "
+            "library: pip install deepseek-attn"
+        ) from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,8 +103,9 @@ def main(argv: list[str] | None = None) -> int:
     program = "deepseek-attn"
     try:
         try:
-            args = make_parser().parse_args(argv)
-            args.command_line = sys.argv[1:] if argv is None else argv  # for processes that run the same command
+            words = sys.argv[1:] if argv is None else argv
+            args = make_parser(words).parse_args(words)
+            args.command_line = words  # for processes that run the same command
             program += f" {args.command}"
             check_bounds(args)
             with logged(getattr(args, "log_level", logging.WARNING)):

@@ -26,8 +26,8 @@ DEFAULT_PROMPT = "Once upon a time"
 CONVERSATION_SNAPSHOTS = 2  # the earlier turns, and the beginning that every turn shares
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("generate", help="complete a prompt", description="Complete a prompt, streaming.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Complete a prompt, streaming."
     add_options(parser)
     add_ranks_option(parser)
     add_observe_options(parser)

@@ -38,13 +38,11 @@ ATTENTION_DEFAULTS = (
 )
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "info",
-        help="machine, versions, backends; with --plans the kernels of a model's steps",
-        description="This machine, installed versions, and which attention impls run here and why. With --plans, for "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "This machine, installed versions, and which attention impls run here and why. With --plans, for "
         "each op of a model's steps: kernel, tiles, splits, and the row of the launch table that chose it. It needs no "
-        "GPU and no weights.",
+        "GPU and no weights."
     )
     plans = parser.add_argument_group("kernels of a model (docs/gpu.md)")
     plans.add_argument("--plans", metavar="MODEL", help=f"checkpoint directory, config.json, {HUB_ID} or preset")

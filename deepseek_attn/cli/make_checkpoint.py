@@ -8,12 +8,8 @@ from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.sizes import show_bytes
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "make-checkpoint",
-        help="random weights in the published format",
-        description="Write a checkpoint with random weights: shards, index, config and tokenizer.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write a checkpoint with random weights: shards, index, config and tokenizer."
     parser.add_argument("--config", default="tiny", metavar="NAME|FILE", help="preset or config.json (default: tiny)")
     parser.add_argument("--out", required=True, metavar="DIR", help="directory to write; must be absent or empty")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")

@@ -23,13 +23,11 @@ RANK_FLAGS: dict[str, Any] = {
 """Flags that predict steps on the GPUs of ``--gpu``, with their defaults."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "plan",
-        help="KV cache bytes per layer, sequence and token; memory and step times on GPUs",
-        description="KV cache bytes: fixed per sequence, marginal per token, and the sizes that fit in a given memory. "
-        "With --gpu, or on a machine with a GPU, also all memory of a run on it, by part. With --gpu also the bytes "
-        "that a rank sends in a step, and step times predicted from measurements.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "KV cache bytes: fixed per sequence, marginal per token, and the sizes that fit in a given memory. With --gpu, "
+        "or on a machine with a GPU, also all memory of a run on it, by part. With --gpu also the bytes that a rank "
+        "sends in a step, and step times predicted from measurements."
     )
     parser.add_argument(
         "--model",

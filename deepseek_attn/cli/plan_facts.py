@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from deepseek_attn.bench.machines import H200, MACHINES, Machine
-from deepseek_attn.bench.ranks import RankLayout, RankModel
 from deepseek_attn.cli.options import attention_options
 from deepseek_attn.cli.warmup import check_drafts, read_headers
 from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.config.options import DTYPES, check_sizes, pick_device, pick_dtype
+from deepseek_attn.estimates.machines import H200, MACHINES, Machine
+from deepseek_attn.estimates.ranks import RankLayout, RankModel
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.layers.parallel import Parallel

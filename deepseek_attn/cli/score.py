@@ -12,12 +12,8 @@ from deepseek_attn.utils.garbage import without_collections
 from deepseek_attn.utils.json_files import read_json
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "score",
-        help="logits of given tokens",
-        description='Write the logits of given tokens: tensor "i" is float32 [len_i, vocab] for the i-th list.',
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = 'Write the logits of given tokens: tensor "i" is float32 [len_i, vocab] for the i-th list.'
     parser.add_argument("--model", required=True, metavar="DIR|ID", help=f"checkpoint directory or {HUB_ID}")
     parser.add_argument("--token-ids", required=True, metavar="FILE", help="JSON: a list of token-id lists")
     parser.add_argument("--out", required=True, metavar="FILE", help="safetensors file to write")

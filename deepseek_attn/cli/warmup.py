@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from deepseek_attn.config.model import AnyConfig
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "warmup",
-        help="compile a model's kernels ahead",
-        description="Compiles every kernel that a model can launch within the limits given, whatever batch sizes and "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compiles every kernel that a model can launch within the limits given, whatever batch sizes and "
         "lengths come, into Triton's cache (TRITON_CACHE_DIR). It needs no GPU and no weights. Processes with the same "
-        "limits, on a GPU of the same kind, then compile nothing.",
+        "limits, on a GPU of the same kind, then compile nothing."
     )
     parser.add_argument(
         "--model", required=True, metavar="DIR|ID|NAME", help=f"checkpoint directory, {HUB_ID} or preset"

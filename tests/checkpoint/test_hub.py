@@ -10,12 +10,12 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 
 from deepseek_attn import LLM, ModelConfig, ModelRunner
-from deepseek_attn.bench.engine import cut_config
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.checkpoint.hub import SMALL_FILES, PretrainedSource
 from deepseek_attn.checkpoint.safetensors_source import INDEX_FILE
 from deepseek_attn.checkpoint.selection import needed_tensors
 from deepseek_attn.cli import main
+from deepseek_attn.lab.bench.engine import cut_config
 from deepseek_attn.utils.hub import HubModel
 from tests.support.hub_cache import FakeHub
 from tests.support.small_models import small_config

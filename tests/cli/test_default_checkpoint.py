@@ -17,9 +17,9 @@ from deepseek_attn.cli.generate import default_checkpoint
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.llm import LLM
 from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.lab.training import sample_text
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
-from deepseek_attn.training import sample_text
 from tests.support.tiers import tiered
 
 MAX_BYTES = 14 * 10**6

@@ -33,7 +33,6 @@ from pathlib import Path
 
 import torch
 
-from deepseek_attn.bench.engine import cut_config
 from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.engine.engine import Engine
@@ -41,6 +40,7 @@ from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.engine.stats import StepStats
+from deepseek_attn.lab.bench.engine import cut_config
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.utils.files import write_text

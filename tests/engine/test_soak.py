@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from deepseek_attn.bench.engine import cut_config
+from deepseek_attn.lab.bench.engine import cut_config
 from tests.engine.soak import Soak, growth, make_runners, small_models
 from tests.support.tiers import tiered
 

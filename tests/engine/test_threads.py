@@ -15,7 +15,7 @@ import torch
 from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request
-from deepseek_attn.inspect import inspect_attention
+from deepseek_attn.lab.inspect import inspect_attention
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner.session import LayerSession
 from tests.engine.fake_runner import FakeRunner

@@ -39,14 +39,17 @@ FLOORS = (
     ("v32", "v41"),
     ("models",),
     ("runner",),
-    ("inspect",),
-    ("engine", "training", "bench", "testing"),
-    ("experiments",),
+    ("engine", "estimates", "testing"),
     ("cli",),
+    ("lab.inspect", "lab.training", "lab.bench"),
+    ("lab.experiments",),
+    ("lab.commands",),
 )
 ROOMS = [room for floor in FLOORS for room in floor]
 EXAMPLE = "deepseek_attn.testing.__main__"  # of README: imports the public names as a script does
-OUTSIDE = ("__init__", "__main__")  # modules beside the rooms: the lazy public names and `python -m deepseek_attn`
+LABORATORY = "deepseek_attn.lab"
+# modules beside the rooms: the lazy public names, `python -m deepseek_attn`, public names of the laboratory
+OUTSIDE = ("__init__", "__main__", "inspect", "training")
 
 Graph = dict[str, set[str]]
 
@@ -102,9 +105,9 @@ def import_graph() -> Graph:
 
 
 def room(module: str) -> str:
-    """``cache`` of ``deepseek_attn.cache.manager``; the families of kernels are rooms of their own."""
+    """``cache`` of ``deepseek_attn.cache.manager``; families of kernels and folders of the laboratory are rooms."""
     parts = module.split(".")[1:]
-    return ".".join(parts[:2] if parts[:1] == ["kernels"] else parts[:1]) or "__init__"
+    return ".".join(parts[:2] if parts[:1] in (["kernels"], ["lab"]) else parts[:1]) or "__init__"
 
 
 def folder(module: str) -> str:
@@ -162,7 +165,7 @@ def test_the_files_are_found():
 
 
 def test_every_room_has_a_floor():
-    found = {room(module) for module in MODULES} - {*OUTSIDE, "kernels"}
+    found = {room(module) for module in MODULES} - {*OUTSIDE, "kernels", "lab"}
     assert found == set(ROOMS)
     assert len(ROOMS) == len(set(ROOMS))
 
@@ -177,6 +180,20 @@ def test_nothing_but_rooms():
 def test_imports_go_down():
     assert upward({module: names for module, names in import_graph().items() if module != EXAMPLE}, ROOMS) == set()
     assert not any(EXAMPLE in names for names in import_graph().values())
+
+
+def test_nothing_outside_the_laboratory_imports_it():
+    """But the public names, which are lazy or modules of their own; commands are found by name."""
+    doors = {"deepseek_attn", *(f"deepseek_attn.{name}" for name in OUTSIDE)}
+    inside = {module for module in MODULES if module.split(".")[1:2] == ["lab"]}
+    assert len(inside) > 70
+    wrong = {
+        (module, name)
+        for module, names in imports().items()
+        for name in names
+        if module not in doors | inside and (name in doors - {"deepseek_attn"} or name.startswith(LABORATORY))
+    }
+    assert wrong == set()
 
 
 def test_nothing_imports_the_package_itself_or_scripts():
@@ -428,3 +445,75 @@ def test_runs_without_a_gpu_and_without_optional_packages(tmp_path):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.endswith("done\n")
+
+
+WITHOUT_LABORATORY = """
+import contextlib, io, sys
+
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
+import deepseek_attn
+assert "/without-laboratory/" in deepseek_attn.__file__
+from deepseek_attn.cli import COMMANDS, LABORATORY, main
+runner = deepseek_attn.ModelRunner.from_config("tiny", layers=[1], max_model_len=64, max_num_seqs=1)
+assert runner.score([[0, 5, 9]])[0].shape == (3, 512)
+for name, command in COMMANDS.items():
+    inside, out, err = command.module.startswith(LABORATORY), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+        code = main([name, "--help"])
+        assert inside and code == 2, name
+    if inside:
+        assert err.getvalue().startswith(f"deepseek-attn: error: {name} belongs to the laboratory"), err.getvalue()
+    else:
+        assert f"usage: deepseek-attn {name}" in out.getvalue(), name
+    print(name, inside)
+assert main(["plan", "--gpu", "h100", "--ranks", "2", "--model", "v4_flash"]) == 0
+print("done")
+"""
+
+
+def test_the_core_works_without_the_laboratory(tmp_path):
+    """The library in a folder of its own, without ``lab``: models and commands run, and the others are one message."""
+    package = tmp_path / "without-laboratory" / "deepseek_attn"
+    package.mkdir(parents=True)
+    parts = [*(ROOT / "deepseek_attn").iterdir(), *(ROOT / name for name in ("kernels", "models", "configs"))]
+    for part in parts:
+        if part.name not in ("lab", "__pycache__"):
+            (package / part.name).symlink_to(part)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(package.parent)}
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LABORATORY],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    assert result.stdout.count(" True\n") == 4
+    assert result.stdout.endswith("done\n")
+
+
+def test_a_command_imports_its_own_module_alone():
+    """``--help`` of the whole line imports none, and a command imports no other, nor torch."""
+    program = (
+        "import sys\n"
+        "from deepseek_attn.cli import COMMANDS, make_parser\n"
+        "words = sys.argv[1:]\n"
+        "make_parser(words)\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(*[name for name, command in COMMANDS.items() if command.module in sys.modules])\n"
+    )
+    for words, wanted in ((["--help"], ""), (["bench", "op"], "bench"), (["plan"], "plan")):
+        run = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+        assert run.stdout.strip() == wanted
+
+
+def test_public_names_of_the_laboratory():
+    """``deepseek_attn.inspect`` and ``deepseek_attn.training`` are the paths that the pages name."""
+    from deepseek_attn import inspect, training
+    from deepseek_attn.lab import inspect as own_inspect
+    from deepseek_attn.lab import training as own_training
+
+    for public, own in ((inspect, own_inspect), (training, own_training)):
+        assert public.__all__ == own.__all__
+        assert all(getattr(public, name) is getattr(own, name) for name in own.__all__)

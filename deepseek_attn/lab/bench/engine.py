@@ -1,0 +1,260 @@
+"""Timing the engine: decoding with and without drafts, as CUDA graphs and eagerly, side by side in one process."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.engine.stats import EngineStats
+from deepseek_attn.lab.bench.timing import GraphReplays
+from deepseek_attn.lab.training.text import TEST_SHARE, sample_text
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.text.tokenizer import Tokenizer
+
+SETTLED = 8  # first steps in which all requests decode do not count where there are more
+
+
+@dataclass(frozen=True)
+class DecodingVariant:
+    """A way to decode: with ``drafts`` of the MTP layer per step, and over CUDA graphs where the runner has them."""
+
+    drafts: int = 0
+    graphs: bool = True
+
+
+@dataclass
+class Pass:
+    """One run of all prompts.
+
+    Attributes:
+        seconds, generated: of all steps after the prompts.
+        step_seconds: of steady steps, in which every request decoded and none ended.
+        device_seconds: what the CUDA graphs of the steady steps take one behind the other; None without graphs.
+        verifications: as in `EngineStats`; tokens: what each request generated.
+        prompt_seconds, prompt_tokens: of the steps with prompts, and prompt tokens that they computed.
+    """
+
+    seconds: float = 0.0
+    generated: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    device_seconds: float | None = None
+    verifications: Counter[tuple[int, int]] = field(default_factory=Counter)
+    tokens: list[list[int]] = field(default_factory=list)
+    prompt_seconds: float = 0.0
+    prompt_tokens: int = 0
+
+    @property
+    def step_us(self) -> float:
+        return sum(self.step_seconds) / len(self.step_seconds) * 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTiming:
+    """Decoding of one batch by one variant, beside the first variant (the baseline: no drafts).
+
+    Attributes:
+        batch: requests at a time; drafts: per step and request; graphs: steps were CUDA graphs.
+        rounds: runs, whose median counts.
+        tokens_per_second: new tokens after the prompts, all requests together; speedup: divided by the baseline's.
+        step_us: time of a step in which all requests decode.
+        tokens_per_step: new tokens per request and step that verified drafts; 1 without drafts.
+        acceptance_rate, acceptance_by_position: fraction of the drafts that were accepted: of all, and of the first,
+            second, ... after a confirmed token.
+        break_even_tokens_per_step: ``step_us`` over the baseline's: with so many tokens per step, drafts cost what they
+            save. break_even_acceptance: the rate at which drafts that are each right with the same probability lead
+            to that; None where even drafts that are all right do not. Both None without drafts.
+        device_us: what the CUDA graphs of a step take on the device; host_share: the share of ``step_us`` that this
+            leaves. None where steps are no graphs.
+        same_text: requests whose text is the baseline's.
+        prompt_tokens_per_second: of the steps that computed the prompts.
+    """
+
+    batch: int
+    drafts: int
+    graphs: bool
+    rounds: int
+    tokens_per_second: float
+    speedup: float
+    step_us: float
+    tokens_per_step: float
+    acceptance_rate: float | None
+    acceptance_by_position: list[float]
+    break_even_tokens_per_step: float | None
+    break_even_acceptance: float | None
+    device_us: float | None
+    host_share: float | None
+    same_text: int
+    prompt_tokens_per_second: float | None
+
+    def row(self) -> dict[str, Any]:
+        """The fields by name, for JSON."""
+        return asdict(self)
+
+
+def time_engine(
+    runner: ModelRunner, prompts: list[list[int]], variants: list[DecodingVariant], num_tokens: int, rounds: int = 3
+) -> list[EngineTiming]:
+    """Times greedy decoding of ``num_tokens`` tokens after each prompt, all prompts at once, the variants alternately.
+
+    Every variant runs once before, which compiles kernels and captures graphs.
+
+    Args:
+        variants: the first is the baseline of the others.
+
+    Raises:
+        ValueError: drafts without an MTP layer, or more than a step can verify, or too few tokens to time.
+        RuntimeError: a request failed.
+    """
+    for variant in variants:
+        run_variant(runner, variant, prompts, num_tokens)
+    passes: dict[DecodingVariant, list[Pass]] = {variant: [] for variant in variants}
+    for _ in range(rounds):
+        for variant in variants:
+            passes[variant].append(run_variant(runner, variant, prompts, num_tokens))
+    baseline = passes[variants[0]]
+    return [summary(variant, passes[variant], baseline, len(prompts)) for variant in variants]
+
+
+def run_variant(runner: ModelRunner, variant: DecodingVariant, prompts: list[list[int]], num_tokens: int) -> Pass:
+    """One run, by an engine of its own; the runner is afterwards as it was before."""
+    before = runner.graphs, runner.decode_query_len
+    runner.graphs, runner.decode_query_len = runner.graphs if variant.graphs else None, 1
+    try:
+        decoder = MTPSpeculation(runner, variant.drafts) if variant.drafts else None
+        return run_engine(Engine(runner, decoder=decoder), prompts, num_tokens)
+    finally:
+        runner.graphs, runner.decode_query_len = before
+
+
+@torch.inference_mode()
+def run_engine(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Pass:
+    """Runs all prompts to their end."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    found, steady, prompt_seconds, prompt_tokens = Pass(), [], 0.0, 0
+    with GraphReplays() as replays:
+        while engine.has_unfinished:
+            engine.step()
+            stats = engine.last_step
+            if stats.prefills:
+                prompt_seconds, prompt_tokens = prompt_seconds + stats.seconds, prompt_tokens + stats.prefill_tokens
+            if stats.prefills or stats.waiting:
+                found, steady = Pass(), []
+                continue
+            found.seconds, found.generated = found.seconds + stats.seconds, found.generated + stats.generated
+            if stats.decodes == len(prompts) and not stats.finished:
+                steady.append((stats.seconds, len(replays.graphs)))
+    broken = [request.error for request in requests if request.error]
+    if broken:
+        raise RuntimeError(f"{len(broken)} requests failed, the first with: {broken[0]}")
+    found.verifications, found.tokens = engine.stats.verifications, [r.completion().token_ids for r in requests]
+    if len(steady) < 2:
+        raise ValueError(
+            f"{num_tokens} new tokens per request: all {len(prompts)} requests decode, and none ends, in {len(steady)} "
+            "steps; time more tokens"
+        )
+    found.prompt_seconds, found.prompt_tokens = prompt_seconds, prompt_tokens
+    (_, begin), *steady = steady[SETTLED if len(steady) > SETTLED + 4 else 0 :]
+    found.step_seconds, end = [seconds for seconds, _ in steady], steady[-1][1]
+    found.device_seconds = replays.device_seconds(begin, end) if end > begin else None
+    return found
+
+
+def summary(variant: DecodingVariant, passes: list[Pass], baseline: list[Pass], batch: int) -> EngineTiming:
+    """The row of a variant: medians over its passes, and ratios of medians."""
+    stats = EngineStats()
+    for one in passes:
+        stats.verifications.update(one.verifications)
+    rate, step_us = tokens_per_second(passes), median_step_us(passes)
+    device = [one.device_seconds / len(one.step_seconds) * 1e6 for one in passes if one.device_seconds is not None]
+    device_us = statistics.median(device) if device else None
+    cost = step_us / median_step_us(baseline) if variant.drafts else None
+    return EngineTiming(
+        batch=batch,
+        drafts=variant.drafts,
+        graphs=bool(device),
+        rounds=len(passes),
+        tokens_per_second=rate,
+        speedup=rate / tokens_per_second(baseline),
+        step_us=step_us,
+        tokens_per_step=stats.tokens_per_step,
+        acceptance_rate=stats.acceptance_rate if variant.drafts else None,
+        acceptance_by_position=stats.acceptance_by_position,
+        break_even_tokens_per_step=cost,
+        break_even_acceptance=None if cost is None else break_even_acceptance(cost, variant.drafts),
+        device_us=device_us,
+        host_share=None if device_us is None else 1 - device_us / step_us,
+        same_text=sum(a == b for a, b in zip(passes[-1].tokens, baseline[-1].tokens, strict=True)),
+        prompt_tokens_per_second=prompt_rate(passes),
+    )
+
+
+def tokens_per_second(passes: Iterable[Pass]) -> float:
+    return statistics.median(one.generated / one.seconds for one in passes)
+
+
+def prompt_rate(passes: Iterable[Pass]) -> float | None:
+    rates = [one.prompt_tokens / one.prompt_seconds for one in passes if one.prompt_seconds]
+    return statistics.median(rates) if rates else None
+
+
+def median_step_us(passes: Iterable[Pass]) -> float:
+    return statistics.median(one.step_us for one in passes)
+
+
+def break_even_acceptance(cost: float, drafts: int) -> float | None:
+    """The ``a`` with ``1 + a + a^2 + ... + a^drafts = cost``: a step that costs so many steps then pays exactly.
+
+    0 for a step that costs no more than one without drafts; None if all drafts right are not enough.
+    """
+    if cost > 1 + drafts:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(drafts + 1)) < cost else (low, middle)
+    return high if cost > 1 else 0.0
+
+
+def text_prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
+    """``count`` prompts of ``length`` tokens: BOS and a piece of the sample text's end, which training holds out.
+
+    Raises:
+        ValueError: the held-out text is shorter than a piece.
+    """
+    text = sample_text()
+    ids = tokenizer.encode(text[-int(len(text) * TEST_SHARE) :])
+    own = length - 1
+    if own < 1 or len(ids) < own:
+        raise ValueError(f"prompts of {length} tokens: the held-out text has {len(ids)}; supported are 2 to that many")
+    starts = [(len(ids) - own) * i // count for i in range(count)]
+    return [[tokenizer.bos_token_id, *ids[start : start + own]] for start in starts]
+
+
+def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> Iterator[list[int]]:
+    """``count`` prompts of ``length`` random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randint(2, vocab_size, (length,), generator=generator).tolist()
+
+
+def cut_config(config: AnyConfig, layers: int | None = None, experts: int | None = None) -> AnyConfig:
+    """The model with its first ``layers`` layers, its MTP layers, and ``experts`` routed experts per layer.
+
+    Raises:
+        ValueError: more layers than the model has, or a config that is invalid with these numbers.
+    """
+    if layers is not None and not 1 <= layers <= config.num_hidden_layers:
+        raise ValueError(f"{layers} layers: the model has 1 to {config.num_hidden_layers} to keep")
+    changes = {"num_hidden_layers": layers, "n_routed_experts": experts}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    return config.replace(**changes) if changes else config

@@ -1,0 +1,93 @@
+"""The stages of a model step: the work of each, and calls with which each can be timed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from deepseek_attn.estimates.floors import (
+    ATTENTION,
+    ENGRAM,
+    EXPERTS,
+    HEAD,
+    NORMS,
+    ROUTING,
+    STAGES,
+    FloorWork,
+    ModelWork,
+    StepShape,
+)
+from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.kernels.hyper_connection import DelayedOutput
+from deepseek_attn.models import block, deepseek_v41
+from deepseek_attn.models.hyper_connection import hc_post
+from deepseek_attn.models.moe import MoE
+from deepseek_attn.runner.model_runner import ModelRunner
+
+Calls = dict[str, list[Callable[[], object]]]
+
+
+def stage_works(runner: ModelRunner, shape: StepShape) -> dict[str, list[FloorWork]]:
+    """Work of each stage, by block; of the head once, for the last row of each request.
+
+    The shared expert and layers without a router count as experts, norms between sublayers as hyper-connections do.
+    """
+    work = ModelWork(runner.config, runner.numerics, runner.dtype)
+    specs, rows = runner.backbone_layers, shape.rows
+    return {
+        ATTENTION: [work.attention(spec, runner.layout, shape) for spec in specs],
+        EXPERTS: [work.experts(spec, rows) for spec in specs],
+        NORMS: [work.norms(spec, rows) for spec in specs],
+        ROUTING: [work.routing(spec, rows) for spec in specs],
+        HEAD: [work.head(shape.batch)],
+        ENGRAM: [work.engram(spec, rows) for spec in specs],
+    }
+
+
+def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor) -> Calls:
+    """Calls that together compute what a step computes in its blocks and its head, on random hidden states.
+
+    Args:
+        step: metadata of the step, with rows of Engram tables on the device.
+        last_rows: int64, the rows that logits are computed for.
+
+    Returns:
+        Calls by stage, of those stages that the model has. Their order matters: attention layers of V4.1 read what
+        earlier ones have computed.
+
+    Notes:
+        Experts are chosen by the router of each block, from hidden states of that block alone.
+    """
+    model, config, device = runner.model, runner.config, runner.device
+    generator = torch.Generator(device).manual_seed(0)
+    rows = len(step.positions)
+    token_ids = torch.randint(config.vocab_size, (rows,), generator=generator, device=device)
+    calls: Calls = {stage: [] for stage in STAGES}
+    for layer in model.layers.values():
+        x = torch.randn(rows, config.hidden_size, generator=generator, device=device).to(runner.dtype)
+        streams = x.unsqueeze(1).repeat(1, config.hc_mult, 1) if isinstance(layer, block.Block) else x
+        if isinstance(layer, deepseek_v41.DeepseekV41Block):
+            output = layer.attn_input(model.first_streams(token_ids)._replace(streams=streams)).output(x)
+            head = partial(_collapsed_logits, model, output, last_rows)
+        else:
+            output = layer.collapse(streams).output(x) if isinstance(layer, block.Block) else (x, x)
+            head = partial(model.logits, streams[last_rows])
+        calls[ATTENTION].append(partial(layer.attn, x, step.positions, step))
+        calls[NORMS] += [partial(layer.attn_input, output), partial(layer.ffn_input, output)]
+        if isinstance(layer, deepseek_v41.DeepseekV41Block) and layer.engram is not None:
+            calls[NORMS].append(partial(hc_post, *output.streams))  # not with the collapse: the memory comes between
+            calls[ENGRAM].append(partial(layer.add_memory, streams, step))
+        if isinstance(layer.ffn, MoE):
+            calls[ROUTING].append(partial(layer.ffn.gate, x, token_ids))
+            calls[EXPERTS].append(partial(layer.ffn.mixture, x, *layer.ffn.gate(x, token_ids)))
+        else:
+            calls[EXPERTS].append(partial(layer.ffn, x))
+    calls[HEAD].append(head)
+    return {stage: found for stage, found in calls.items() if found}
+
+
+def _collapsed_logits(model: deepseek_v41.DeepseekV41, output: DelayedOutput, last_rows: torch.Tensor) -> torch.Tensor:
+    """Logits of some rows, from the last block's output of all rows."""
+    return model.head(model.collapse(output, model.norm)[last_rows])

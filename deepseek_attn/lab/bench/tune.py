@@ -1,0 +1,207 @@
+"""Timing the rows of launch tables side by side, in the stages of a model's steps: the data behind the tables.
+
+A table's row is timed where it counts: in a replay of the stage that launches it, with weights that are not in the L2
+cache and with the launches before and after it. So a kernel that is faster alone, but delays the next one, loses.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+
+from deepseek_attn.estimates.floors import StepShape
+from deepseek_attn.kernels.common.device import GPU, gpu
+from deepseek_attn.kernels.common.plans import Choice, Consulted, Row, Table, forced_row, recorded_choices, tables_in
+from deepseek_attn.lab.bench.layer import check_sizes, reserved_sequences
+from deepseek_attn.lab.bench.model import step_metadata
+from deepseek_attn.lab.bench.stages import stage_calls
+from deepseek_attn.lab.bench.timing import captured, time_calls
+from deepseek_attn.runner.ahead.compilation import default_workers
+from deepseek_attn.runner.model_runner import ModelRunner
+
+FAMILIES = (
+    "attention", "engram", "hyper_connection", "indexer", "insert", "latent", "linear", "moe", "norm",
+)  # fmt: skip
+"""Families of kernels that the stages of a step launch."""
+K = TypeVar("K")
+LOSS = 1.02
+"""A row loses if a stage with another row takes less time by this factor."""
+
+
+@dataclass(frozen=True)
+class RowTiming:
+    """One row of a table in a stage: ``microseconds`` is the median of the stage's replays with it."""
+
+    kernel: str
+    config: str
+    when: str
+    source: str
+    microseconds: float
+
+    @classmethod
+    def of(cls, choice: Choice, times: Sequence[float]) -> RowTiming:
+        return cls(choice.kernel, repr(choice.config), choice.when, choice.source, statistics.median(times))
+
+
+@dataclass(frozen=True)
+class TableTiming:
+    """The rows of a table that can serve one problem of a step.
+
+    Attributes:
+        table: ``family.op``; problem: its fields by name.
+        stage: what was timed; launches: how often the stage consults the table for this problem.
+        batch, tokens, context: sequences of the step, new tokens and length of each.
+        taken: the row that the table takes; others: rows that were timed beside it.
+    """
+
+    table: str
+    problem: dict[str, Any]
+    stage: str
+    launches: int
+    batch: int
+    tokens: int
+    context: int
+    taken: RowTiming
+    others: tuple[RowTiming, ...]
+
+    @property
+    def best(self) -> RowTiming:
+        """The fastest row."""
+        return min((self.taken, *self.others), key=lambda timing: timing.microseconds)
+
+    @property
+    def loses(self) -> bool:
+        """Another row makes the stage faster by more than `LOSS`."""
+        return self.taken.microseconds > LOSS * self.best.microseconds
+
+    def row(self) -> dict[str, Any]:
+        """The fields by name, for JSON."""
+        return asdict(self)
+
+
+def tables_of(family: str) -> list[Table]:
+    """The tables of a family's ``plan.py``.
+
+    Raises:
+        ValueError: a family without tables.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"no family of kernels {family!r}: choose from {', '.join(FAMILIES)}")
+    return tables_in(import_module(f"deepseek_attn.kernels.{family}.plan"))
+
+
+def rivals(consulted: Consulted, gpu: GPU, nearest: int | None = None) -> list[Row]:
+    """Rows that could serve a problem in place of the one that was taken.
+
+    Args:
+        nearest: at most so many on either side of it in the table; None for all.
+    """
+    table, problem, choice = consulted
+    rows = table.candidates(problem, gpu)
+    chosen = [table.chosen(row, problem, gpu) for row in rows]
+    at = [(one.kernel, one.config) for one in chosen].index((choice.kernel, choice.config))
+    return [row for n, row in enumerate(rows) if n != at and (nearest is None or abs(n - at) <= nearest)]
+
+
+@torch.inference_mode()
+def time_tables(
+    runner: ModelRunner,
+    tables: Sequence[Table],
+    batch: int,
+    tokens: int,
+    context: int,
+    repeats: int = 20,
+    nearest: int | None = None,
+    seen: set[Any] | None = None,
+) -> Iterator[TableTiming]:
+    """Times the rows of ``tables`` that can serve the problems of a step of ``batch`` sequences.
+
+    Args:
+        tokens: new tokens of each sequence; context: its length after the step.
+        nearest: as in `rivals`.
+        seen: problems that were timed before. They are left out, and the problems of this step are added.
+
+    Raises:
+        ValueError: sizes that the runner was not made for.
+    """
+    check_sizes(runner, batch, tokens, context)
+    seen = set() if seen is None else seen
+    with reserved_sequences(runner, batch, tokens, context) as caches, runner.op_settings():
+        metadata = step_metadata(runner, caches, StepShape(batch, tokens, context))
+        last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
+        for stage, calls in stage_calls(runner, metadata, last_rows).items():
+            with recorded_choices() as choices:
+                for call in calls:
+                    call()
+            wanted = [consulted for consulted in choices if consulted.table in tables]
+            problems = {(consulted.table.name, consulted.problem): consulted for consulted in wanted}
+            others = {key: rivals(problems[key], gpu(runner.device), nearest) for key in problems.keys() - seen}
+            seen |= others.keys()
+            others = compiled_rows(calls, {key: (problems[key], rows) for key, rows in others.items()}, runner.device)
+            for key, rows in sorted(others.items(), key=lambda pair: pair[0][0]):
+                if not rows:
+                    continue
+                consulted = problems[key]
+                count = sum((one.table.name, one.problem) == key for one in wanted)
+                timings = list(_time_rows(calls, consulted, rows, repeats))
+                yield TableTiming(
+                    key[0], _fields(consulted.problem), stage, count, batch, tokens, context, timings[0],
+                    tuple(timings[1:]),
+                )  # fmt: skip
+
+
+def compiled_rows(
+    calls: Sequence[Callable[[], object]], others: Mapping[K, tuple[Consulted, list[Row]]], device: torch.device
+) -> dict[K, list[Row]]:
+    """Rows whose kernels compile for their problems; all are compiled beside each other, into Triton's cache."""
+    from deepseek_attn.runner.ahead.pool import compile_variants  # imports triton
+    from deepseek_attn.runner.ahead.recording import recorded_launches
+
+    launched: dict[K, list[tuple[Row, list]]] = {key: [] for key in others}
+    with recorded_launches(gpu(device)) as launches:
+        for key, (consulted, rows) in others.items():
+            for row in rows:
+                launches.latest.clear()
+                with forced_row(consulted.table, row, consulted.problem):
+                    for call in calls:
+                        call()
+                launched[key].append((row, list(launches.latest)))
+    missing = [variant for variant in launches.variants.values() if not variant.is_cached()]
+    compile_variants([missing], default_workers(), lambda **event: None)
+    return {
+        key: [row for row, variants in rows if all(variant.is_cached() for variant in variants)]
+        for key, rows in launched.items()
+    }
+
+
+def _time_rows(
+    calls: Sequence[Callable[[], object]], consulted: Consulted, rows: Sequence[Row], repeats: int
+) -> Iterator[RowTiming]:
+    """The row that was taken, then ``rows``: replays of all of them take turns, so that clocks weigh on all alike."""
+    table, problem, taken = consulted
+    device = torch.device("cuda", torch.cuda.current_device())
+    choices, graphs = [taken], [captured(calls)]
+    for row in rows:
+        with forced_row(table, row, problem):
+            graphs.append(captured(calls))
+        choices.append(table.chosen(row, problem, gpu(device)))
+    times: list[list[float]] = [[] for _ in graphs]
+    for _ in range(repeats):
+        for graph, found in zip(graphs, times, strict=True):
+            found += time_calls(lambda _, graph=graph: graph.replay(), device, 3, warmup=1)
+    for choice, found in zip(choices, times, strict=True):
+        yield RowTiming.of(choice, found)
+
+
+def _fields(problem: Any) -> dict[str, Any]:
+    """A problem's fields as JSON has them."""
+    if not is_dataclass(problem):
+        return {"problem": repr(problem)}
+    return {
+        name: value if isinstance(value, int | str | bool) else repr(value) for name, value in vars(problem).items()
+    }

@@ -1,0 +1,1 @@
+"""Commands of the laboratory, which `deepseek_attn.cli` imports when one of them is asked for."""

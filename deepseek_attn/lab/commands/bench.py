@@ -1,0 +1,165 @@
+"""``deepseek-attn bench op|layer|model|tune|engine|memory``: times of ops, layers, steps, decoding; memory of a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from deepseek_attn.cli.load_report import add_report_option
+from deepseek_attn.cli.options import HUB_ID, add_deterministic_option, add_numerics_options, names, numbers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Time parts of a model on this machine, with random data. The last line is one JSON document."
+    parser.set_defaults(run=run)
+    what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    op = what.add_parser(
+        "op", help="single ops, compared with other implementations and with this machine's peak rates"
+    )
+    op.add_argument("--ops", type=names, metavar="LIST", help="op names or parts of them (default: all)")
+    op.add_argument("--rows", type=names, metavar="LIST", help="parts of row labels (default: all)")
+    layer = what.add_parser("layer", help="one attention layer, from hidden states to the output projection")
+    layer.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: the first of each kind)")
+    layer.add_argument(
+        "--query-tokens", type=numbers, default=[1], metavar="LIST",
+        help="new tokens of a request in a decode step: 1 and the drafts (default: 1)",
+    )  # fmt: skip
+    layer.add_argument(
+        "--instances", type=int, default=1, metavar="N",
+        help="layers of a kind that alternate, so that no call finds its weights in the L2 cache (default: 1)",
+    )  # fmt: skip
+    layer.add_argument("--backends", type=names, default=["auto"], metavar="LIST", help="default: auto")
+    model = what.add_parser("model", help="steps of a model, from token ids to logits, and their stages")
+    model.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: all)")
+    model.add_argument("--experts", type=int, metavar="N", help="routed experts per layer (default: the model's)")
+    model.add_argument("--backend", default="auto", help="default: auto")
+    model.add_argument("--eager", action="store_true", help="with --graph: time the same steps without graphs, too")
+    add_deterministic_option(model)
+    add_tune_parser(what)
+    add_engine_parser(what)
+    add_memory_parser(what)
+    for part in (layer, model):
+        part.add_argument(
+            "--model", default="tiny", metavar="NAME|FILE|ID", help=f"preset, config.json or {HUB_ID} (default: tiny)"
+        )
+        part.add_argument(
+            "--batch", type=numbers, default=[1, 8], metavar="LIST", help="batch sizes of decode steps (default: 1,8)"
+        )
+        part.add_argument(
+            "--context", type=numbers, default=[1024], metavar="LIST", help="context lengths (default: 1024)"
+        )
+        part.add_argument(
+            "--prefill", type=numbers, default=[], metavar="LIST", help="also time prefills of these lengths"
+        )
+        part.add_argument("--graph", action="store_true", help="time replays of CUDA graphs")
+        part.add_argument("--kernels", action="store_true", help="list the kernels with launches and times (GPU)")
+        add_numerics_options(part)
+    for part in (op, layer, model):
+        part.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+        part.add_argument(
+            "--repeats", type=int, default=20, help="runs per measurement, of which the median counts (default: 20)"
+        )
+        part.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times (.svg, .png, .pdf)")
+
+
+def add_tune_parser(what: argparse._SubParsersAction) -> None:
+    tune = what.add_parser(
+        "tune",
+        help="the rows of kernels' launch tables side by side on this GPU, in steps of a model: data for plan.py",
+    )
+    tune.add_argument("family", metavar="FAMILY", help="families of kernels, for instance linear,moe; or all")
+    tune.add_argument(
+        "--model",
+        default="v4_flash",
+        metavar="NAME|FILE|ID",
+        help=f"preset, config.json or {HUB_ID} (default: v4_flash)",
+    )
+    tune.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: the first of each kind)")
+    tune.add_argument("--experts", type=int, metavar="N", help="routed experts per layer (default: the model's)")
+    tune.add_argument(
+        "--batch", type=numbers, default=[1, 8, 32, 128], metavar="LIST",
+        help="batch sizes of decode steps (default: 1,8,32,128)",
+    )  # fmt: skip
+    tune.add_argument("--context", type=numbers, default=[8192], metavar="LIST", help="context lengths (default: 8192)")
+    tune.add_argument(
+        "--prefill", type=numbers, default=[512, 8192], metavar="LIST", help="lengths of prefills (default: 512,8192)"
+    )
+    tune.add_argument(
+        "--nearest", type=int, metavar="N", help="only the N rows before and after the one that is taken (default: all)"
+    )
+    tune.add_argument(
+        "--minutes", type=float, metavar="N", help="time no further problem after N minutes (default: time all)"
+    )
+    tune.add_argument("--repeats", type=int, default=20, help="rounds of replays of each row (default: 20)")
+    add_numerics_options(tune)
+    tune.set_defaults(plot=None)
+
+
+def add_engine_parser(what: argparse._SubParsersAction) -> None:
+    engine = what.add_parser("engine", help="greedy decoding with and without drafts, alternately")
+    engine.add_argument(
+        "--model", metavar="DIR|ID|NAME|FILE",
+        help=f"checkpoint directory or {HUB_ID}, or a preset or config.json to fill with random weights (default: the "
+        "small checkpoint in the package)",
+    )  # fmt: skip
+    engine.add_argument("--layers", type=int, metavar="N", help="first N layers of a preset or config.json")
+    engine.add_argument("--experts", type=int, metavar="N", help="routed experts per layer of a preset or config.json")
+    engine.add_argument("--backend", default="auto", help="default: auto")
+    engine.add_argument(
+        "--batch", type=numbers, default=[1, 8, 32], metavar="LIST", help="requests at a time (default: 1,8,32)"
+    )
+    engine.add_argument(
+        "--drafts", type=numbers, default=[1, 2, 3], metavar="LIST",
+        help="drafts per step, each beside none (default: 1,2,3)",
+    )  # fmt: skip
+    engine.add_argument("--eager", action="store_true", help="where steps are CUDA graphs: also time them without")
+    add_deterministic_option(engine)
+    engine.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens of a prompt (default: 64)")
+    engine.add_argument("--tokens", type=int, default=128, metavar="N", help="new tokens of a request (default: 128)")
+    engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    engine.add_argument(
+        "--repeats", type=int, default=3, help="runs of each, of which the median counts, after one more (default: 3)"
+    )
+    add_numerics_options(engine)
+    add_report_option(engine)
+    engine.set_defaults(plot=None)
+
+
+def add_memory_parser(what: argparse._SubParsersAction) -> None:
+    memory = what.add_parser(
+        "memory", help="memory of a GPU at the peak of a run, by part: as `plan` predicts it and as it is"
+    )
+    memory.add_argument(
+        "--model", default="v4_flash", metavar="NAME|FILE|ID",
+        help=f"preset, config.json or {HUB_ID}, filled with random weights (default: v4_flash)",
+    )  # fmt: skip
+    memory.add_argument("--layers", type=int, default=6, metavar="N", help="first N layers (default: 6)")
+    memory.add_argument("--experts", type=int, default=64, metavar="N", help="routed experts (default: 64)")
+    memory.add_argument(
+        "--limits", type=names, default=["16384:8:2048", "65536:4:4096", "8192:64:8192"], metavar="LIST",
+        help="max_model_len:max_num_seqs:max_num_batched_tokens of each run "
+        "(default: 16384:8:2048,65536:4:4096,8192:64:8192)",
+    )  # fmt: skip
+    memory.set_defaults(plot=None)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Checks the flags before torch is imported, then runs what was asked for."""
+    check_flags(args)
+    from deepseek_attn.lab.commands import bench_runs as runs  # imports torch
+
+    commands = {
+        "op": runs.run_ops, "layer": runs.run_layer, "model": runs.run_model, "engine": runs.run_engine,
+        "memory": runs.run_memory, "tune": runs.run_tune,
+    }  # fmt: skip
+    commands[args.what](args)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """ValueError for files that would fail only after the timing."""
+    if args.plot:
+        from deepseek_attn.lab.bench.plots import check_picture
+        from deepseek_attn.utils.files import check_output
+
+        check_output(args.plot, "--plot")
+        check_picture(args.plot)

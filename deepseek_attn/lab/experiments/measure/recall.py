@@ -1,0 +1,97 @@
+"""Fraction of dense attention that a layer retains: mass on its window and entries, and recall of its indexer.
+
+Computed from the queries, keys and selection of each layer while a runner computes a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from deepseek_attn.impls.attention_call import AttentionCall
+from deepseek_attn.lab.experiments.define.results import RecallRow
+from deepseek_attn.lab.inspect.weights import Layer, query_blocks, selection_quality, softmax_with_sink
+from deepseek_attn.models.block import attention_layers
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.runner.step import StepOptions
+
+
+@dataclass
+class LayerRecall:
+    """Values of one layer per query, as parts ``[queries]`` in [0, 1].
+
+    Attributes:
+        token_mass: part of dense attention over all earlier tokens that falls on tokens the layer sees: those in its
+            window, and those that the entries it reads were compressed from.
+        entry_mass: part of the layer's attention over all visible entries that falls on the selected ones.
+        found: part of the ``index_topk`` entries with the largest attention that the indexer selects; chance: the
+            same for a random selection. These three are over queries with more visible entries than ``index_topk``.
+    """
+
+    layer: Layer
+    token_mass: list[torch.Tensor] = field(default_factory=list)
+    entry_mass: list[torch.Tensor] = field(default_factory=list)
+    found: list[torch.Tensor] = field(default_factory=list)
+    chance: list[torch.Tensor] = field(default_factory=list)
+
+    def means(self) -> dict[str, float | None]:
+        """Means over queries; None where no query needs a top-k."""
+        values = {"token_mass": self.token_mass, "entry_mass": self.entry_mass}
+        values |= {"index_recall": self.found, "index_recall_of_chance": self.chance}
+        joined = {
+            name: torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
+            for name, parts in values.items()
+        }
+        return {name: float(value.double().mean()) if len(value) else None for name, value in joined.items()}
+
+    def add(self, call: AttentionCall) -> None:
+        """Adds the queries of a call of the layer: those of one new sequence."""
+        spec, keys = self.layer.spec, call.kv.float()
+        position = torch.arange(len(keys), device=keys.device)
+        for block in query_blocks(self.layer, call, more_keys=len(keys)):
+            at = block.positions.unsqueeze(1)
+            logits = torch.einsum("thd,kd->thk", block.queries, keys)
+            dense = softmax_with_sink(logits, position <= at, block.sink).keys.sum(1)
+            seen = (at - position < self.layer.window_size) | _covered(block.read, spec.ratio, spec.overlap, len(keys))
+            self.token_mass.append(((dense * seen).sum(1) / dense.sum(1)).cpu())
+            quality = selection_quality(block, self.layer.index_topk)
+            if quality is not None:
+                self.entry_mass.append(quality.kept.cpu())
+                self.found.append(quality.recall.cpu())
+                self.chance.append(quality.chance.cpu())
+
+
+def measure_recall(runner: ModelRunner, prompts: list[list[int]]) -> list[RecallRow]:
+    """Recall of every layer over ``prompts``, each computed in one step.
+
+    Returns:
+        One row per layer, with the means of `LayerRecall` over all queries.
+
+    Raises:
+        ValueError: a prompt longer than a step of the runner.
+    """
+    limit = runner.layout.max_num_batched_tokens
+    longest = max(map(len, prompts), default=0)
+    if longest > limit:
+        raise ValueError(f"prompts of up to {longest} tokens: a step of this runner takes {limit}")
+    layers = [layer for layer in attention_layers(runner.model) if not layer.spec.is_mtp]
+    totals = {layer.prefix: LayerRecall(layer) for layer in layers}
+    options = StepOptions(observer=lambda call: totals[call.layer].add(call))
+    for prompt in prompts:
+        sequence = runner.sequence(prompt)
+        try:
+            runner.step([(sequence, len(prompt))], options)
+        finally:
+            sequence.free()
+    return [{"layer": layer.spec.index, "kind": layer.spec.kind, **totals[layer.prefix].means()} for layer in layers]
+
+
+def _covered(reads: torch.Tensor, ratio: int, overlap: bool, tokens: int) -> torch.Tensor:
+    """Bool ``[rows, tokens]``: tokens that the entries of ``reads [rows, entries]`` were compressed from."""
+    if not reads.shape[1]:
+        return torch.zeros(len(reads), tokens, dtype=torch.bool, device=reads.device)
+    if overlap:
+        reads = reads | torch.nn.functional.pad(reads[:, 1:], (0, 1))
+    spread = reads.repeat_interleave(ratio, dim=1)
+    return torch.nn.functional.pad(spread, (0, tokens - spread.shape[1]))

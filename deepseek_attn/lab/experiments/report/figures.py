@@ -1,0 +1,230 @@
+"""The plots of a report, each with a name, a caption and a function that paints it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from deepseek_attn.lab.bench.plots import MUTED, SERIES, svg_element
+from deepseek_attn.lab.experiments.report.axes import (
+    Mark,
+    belongs_to,
+    draw_lines,
+    draw_points,
+    set_length_ticks,
+    set_scale,
+    set_whole_ticks,
+    write_numbers,
+)
+from deepseek_attn.lab.experiments.report.pareto import chance_of, measured
+from deepseek_attn.lab.experiments.report.schema import (
+    Front,
+    Report,
+    Trained,
+    VariantReport,
+    recall_rows,
+    tasks,
+    with_task,
+)
+from deepseek_attn.lab.experiments.report.table import COST_NAMES, show_length
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# by names of a report's costs: titles of plots, and the quantity plotted against the context
+FRONT_TITLES = {"bytes_per_token": "KV bytes per token", "decode_ms": "decode time", "prefill_ms": "prefill time"}
+COST_CAPTIONS = {
+    "sequence_bytes": "cache bytes of a sequence",
+    "read_bytes": "cache bytes read by a query",
+    "flops": "FLOPs of a query, all attention layers",
+    "decode_ms": "decode ms, all attention layers",
+    "prefill_ms": "prefill ms, all attention layers",
+}
+RECALL_CAPTIONS = {
+    "token_mass": "dense attention covered by what is read",
+    "entry_mass": "attention to entries kept by the indexer",
+    "index_recall": "indexer recall@k",
+}
+
+
+class Line(NamedTuple):
+    """A variant and its points (x, y); ``bars``: (x, lowest, highest) over the seeds."""
+
+    variant: VariantReport
+    points: list[tuple[float, float]]
+    bars: Sequence[tuple[float, float, float]] = ()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One plot. ``name`` is unique in a page and fit for a file."""
+
+    name: str
+    caption: str
+    paint: Callable[[Axes], None]
+
+    def svg(self) -> str:
+        """The plot as an ``<svg>`` element, see `svg_element`."""
+        return svg_element(self.paint, self.caption, self.name)
+
+
+def fronts(report: Report) -> list[Figure]:
+    """Quality against each cost, with the Pareto fronts."""
+    return [
+        Figure(f"front{i}", f"{front['quality']} against {FRONT_TITLES[front['cost']]}", scatter(report, front))
+        for i, front in enumerate(report["fronts"])
+    ]
+
+
+def distances(report: Report) -> list[Figure]:
+    """Quality of trained models at other lengths, and loss by position in the sequence."""
+    figures = []
+    for task in tasks(report):
+        metric, qualities = "loss" if task == "text" else "accuracy", with_task(report, task)
+        lengths = length_lines(qualities, metric)
+        losses = [Line(v, [(row["end"], row["loss"]) for row in quality["by_position"]]) for v, quality in qualities]
+        if len(lengths[0].points) > 1:
+            paint = lines(lengths, "tokens", f"{task} {metric}", log="x", chance=chance_of(report, f"{task} {metric}"))
+            figures.append(Figure(f"length-{task}", f"{task}: {metric} by context length", paint))
+        if len(losses[0].points) > 1:
+            paint = lines(losses, "position", f"{task} loss", log="x")
+            figures.append(Figure(f"position-{task}", f"{task}: loss by position in the sequence", paint))
+    for name, caption in (("loss", "loss"), ("kl", "KL from the own schedule")):
+        found = [(v, v.get("checkpoint", {}).get("by_position", [])) for v in report["variants"]]
+        series = [Line(v, [(row["end"], row[name]) for row in rows if name in row]) for v, rows in found]
+        if any(len(line.points) > 1 for line in series):
+            paint = lines([line for line in series if line.points], "position", f"checkpoint {name}", log="x")
+            figures.append(Figure(f"position-checkpoint-{name}", f"checkpoint: {caption} by position", paint))
+    return figures
+
+
+def length_lines(qualities: list[Trained], metric: str) -> list[Line]:
+    """Means of a metric by sequence length, with bars over the seeds."""
+    found = []
+    for variant, quality in qualities:
+        rows = quality["by_length"]
+        bars = [(row["seq_len"], row[f"{metric}_low"], row[f"{metric}_high"]) for row in rows if f"{metric}_low" in row]
+        found.append(Line(variant, [(row["seq_len"], row[metric]) for row in rows], bars))
+    return found
+
+
+def training(report: Report) -> list[Figure]:
+    """Loss curves of every task."""
+    caption = "training loss, mean and range over seeds"
+    return [
+        Figure(f"curve-{task}", f"{task}: {caption}", curves(with_task(report, task), task)) for task in tasks(report)
+    ]
+
+
+def costs(report: Report) -> list[Figure]:
+    """Bytes, FLOPs and times of attention by context length."""
+    rows = [(variant, variant["cost"]["contexts"]) for variant in report["variants"] if "cost" in variant]
+    figures = []
+    for name, caption in COST_CAPTIONS.items():
+        series = [Line(v, [(row["context"], row[name]) for row in found if row[name] is not None]) for v, found in rows]
+        if series := [line for line in series if line.points]:
+            figures.append(Figure(f"cost-{name}", caption, lines(series, "context", caption, log="xy")))
+    return figures
+
+
+def layers(report: Report) -> list[Figure]:
+    """Attention recall of each layer, for every trained task and for the checkpoint."""
+    figures = []
+    for source in [*tasks(report), "checkpoint"]:
+        for name, caption in RECALL_CAPTIONS.items():
+            series: dict[int, Line] = {}
+            for found, variant, row in recall_rows(report):
+                if found == source and row[name] is not None:
+                    series.setdefault(variant["number"], Line(variant, [])).points.append((row["layer"], row[name]))
+            if series:
+                paint = lines(list(series.values()), "layer", caption, whole=True)
+                figures.append(Figure(f"layer-{source}-{name}", f"{source}: {caption}, by layer", paint))
+    return figures
+
+
+def mark(variant: VariantReport, points: list[tuple[float, float]]) -> Mark:
+    """A variant in the colour that it has in all plots."""
+    return Mark(variant["number"], SERIES[(variant["number"] - 1) % len(SERIES)], points)
+
+
+def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
+    """Quality against a cost: numbered points with the spread over seeds, and the Pareto front as a line."""
+    points = {point.variant["name"]: point for point in measured(report, front["quality"], front["cost"])}
+
+    def paint(axes: Axes) -> None:
+        set_scale(axes, "x", [point.cost for point in points.values()])
+        best = [points[name] for name in front["variants"]]
+        axes.step([p.cost for p in best], [p.quality["mean"] for p in best], where="post", color=MUTED, zorder=1)
+        marks = [mark(variant, [(cost, quality["mean"])]) for variant, cost, quality in points.values()]
+        for shown, (_, cost, quality) in zip(marks, points.values(), strict=True):
+            belongs_to(axes.vlines(cost, quality["low"], quality["high"], color=shown.color, zorder=2), shown.number)
+        draw_chance(axes, chance_of(report, front["quality"]))
+        draw_points(axes, marks, 6.5, filled=[point.variant["number"] for point in best])
+        write_numbers(axes, marks, lift=5)
+        axes.set_xlabel(f"{COST_NAMES[front['cost']]} at {show_length(front['context'])} tokens")
+        axes.set_ylabel(front["quality"])
+
+    return paint
+
+
+def draw_chance(axes: Axes, chance: float | None) -> None:
+    """A dashed line at what guessing reaches, named at its left end."""
+    if chance is not None:
+        axes.axhline(chance, color=MUTED, linestyle="--", linewidth=1, zorder=0)
+        axes.annotate("chance", (0, chance), xycoords=("axes fraction", "data"), xytext=(2, 2), fontsize=8, color=MUTED,
+                      textcoords="offset points")  # fmt: skip
+
+
+def lines(
+    series: list[Line], x: str, y: str, *, log: str = "", whole: bool = False, chance: float | None = None
+) -> Callable[[Axes], None]:
+    """One line per variant, its number at the line's end.
+
+    Args:
+        log: axes that are logarithmic: ``"x"``, whose values are context lengths, or ``"xy"``.
+        whole: ``x`` counts something, so that ticks are whole numbers.
+        chance: what guessing reaches, drawn as a line.
+    """
+
+    def paint(axes: Axes) -> None:
+        marks = [mark(variant, points) for variant, points, _ in series]
+        places = [point for _, points, _ in series for point in points]
+        if "x" in log:
+            set_length_ticks(axes, [place for place, _ in places])
+        if "y" in log:
+            set_scale(axes, "y", [value for _, value in places])
+        if whole:
+            set_whole_ticks(axes)
+        for shown, line in zip(marks, series, strict=True):
+            for place, low, high in line.bars:
+                belongs_to(axes.vlines(place, low, high, color=shown.color, alpha=0.5, zorder=2), shown.number)
+        draw_chance(axes, chance)
+        draw_lines(axes, marks, size=3)
+        write_numbers(axes, marks)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+
+    return paint
+
+
+def curves(variants: list[Trained], task: str) -> Callable[[Axes], None]:
+    """Loss curves of one task: mean over seeds, and a band from the lowest to the highest."""
+
+    def paint(axes: Axes) -> None:
+        set_whole_ticks(axes)
+        marks = []
+        for variant, quality in variants:
+            steps, mean, low, high = zip(*quality["curve"], strict=True)
+            marks.append(mark(variant, list(zip(steps, mean, strict=True))))
+            if len(steps) > 1:
+                band = axes.fill_between(steps, low, high, color=marks[-1].color, alpha=0.15, linewidth=0)
+            else:
+                band = axes.vlines(steps, low, high, color=marks[-1].color)
+            belongs_to(band, variant["number"])
+        draw_lines(axes, marks, width=1.2)
+        write_numbers(axes, marks)
+        axes.set_xlabel("training step")
+        axes.set_ylabel(f"{task}: training loss")
+
+    return paint

@@ -1,0 +1,249 @@
+"""Records -> the numbers of a report: the one JSON document that tables, plots and the page are made from."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.lab.experiments.define.config import Experiment
+from deepseek_attn.lab.experiments.define.results import CostResult, LengthRow, TimesResult, TrainedResult
+from deepseek_attn.lab.experiments.define.settings import CostSettings
+from deepseek_attn.lab.experiments.define.units import (
+    CheckpointJob,
+    CostJob,
+    ModelTimeJob,
+    TrainJob,
+    Unit,
+    layer_key,
+    make_units,
+)
+from deepseek_attn.lab.experiments.define.variant import ModelVariant
+from deepseek_attn.lab.experiments.report.pareto import error_of, is_equal, mark_front
+from deepseek_attn.lab.experiments.report.schema import (
+    BeyondWindow,
+    CostModel,
+    CostSection,
+    LengthSpread,
+    Report,
+    Shape,
+    Spread,
+    TaskQuality,
+    Trained,
+    VariantReport,
+    with_task,
+)
+from deepseek_attn.lab.experiments.run.records import MADE_BY, read_record
+from deepseek_attn.lab.training import make_task
+
+
+def build_report(experiment: Experiment, folder: Path, device: str) -> Report:
+    """All numbers of an experiment as far as it has been run."""
+    units = make_units(experiment, device)
+    records = {unit.path: record for unit in units if (record := read_record(folder, unit)) is not None}
+    results: dict[str, Any] = {path: record["result"] for path, record in records.items()}
+    report: Report = {
+        "made_by": MADE_BY,
+        "name": experiment.name,
+        "title": experiment.title,
+        "device": next((r["device"] for r in results.values() if "device" in r), device),
+        "seeds": list(experiment.seeds),
+        "base": _shape(experiment.base),
+        "cost_model": None if experiment.cost is None else _cost_model(experiment.cost),
+        "units": {
+            "total": len(units),
+            "done": len(records),
+            "seconds": round(sum(record["seconds"] for record in records.values()), 1),
+            "missing": [unit.name for unit in units if unit.path not in records],
+        },
+        "variants": [
+            _variant(number, variant, experiment, units, results)
+            for number, variant in enumerate(experiment.variants, 1)
+        ],
+        "own": results.get("checkpoint/own"),
+        "fronts": [],
+        "beyond_window": [],
+    }
+    report["fronts"] = mark_front(report)
+    report["beyond_window"] = _beyond_window(report, experiment)
+    return report
+
+
+def _shape(config: ModelConfig) -> Shape:
+    return {
+        "num_hidden_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "head_dim": config.head_dim,
+        "sliding_window": config.sliding_window,
+        "index_topk": config.index_topk,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _cost_model(cost: CostSettings) -> CostModel:
+    return {
+        "name": cost.name,
+        **_shape(cost.model),
+        "numerics": cost.numerics.name,
+        "contexts": list(cost.contexts),
+        "time_up_to": cost.time_up_to,
+        "batch": cost.batch,
+        "prefill": cost.prefill,
+        "repeats": cost.repeats,
+    }
+
+
+def _variant(
+    number: int, variant: ModelVariant, experiment: Experiment, units: list[Unit], results: dict[str, Any]
+) -> VariantReport:
+    """Shape, costs and qualities of one variant, as far as units have results."""
+    config = variant.config(experiment.base)
+    values: VariantReport = {
+        "number": number,
+        "name": variant.name,
+        "schedule": variant.schedule,
+        "ratios": [spec.ratio for spec in config.layers],
+        "window": config.sliding_window,
+        "long_range": any(spec.ratio for spec in config.layers),
+    }
+    runs: dict[str, dict[int, TrainedResult]] = {}
+    for unit in units:
+        if unit.path not in results:
+            continue
+        result = results[unit.path]
+        match unit.job:
+            case CostJob(of, settings) if of is variant:
+                values["cost"] = _cost(result, variant, settings, results)
+            case ModelTimeJob(of) if of is variant:
+                values["model_time"] = result
+            case CheckpointJob(of) if of is variant:
+                values["checkpoint"] = result
+            case TrainJob(of) as job if of is variant:
+                runs.setdefault(job.task, {})[job.seed] = result
+    if runs and experiment.train is not None:
+        values["tasks"] = {task: _runs(runs[task], experiment, task) for task in experiment.train.tasks if task in runs}
+    return values
+
+
+def _cost(counted: CostResult, variant: ModelVariant, settings: CostSettings, results: dict[str, Any]) -> CostSection:
+    """Counted costs, and times of a layer of each kind summed over the schedule."""
+    config = variant.config(settings.model)
+    record = variant.numerics(settings.numerics).kv_record
+    timed: list[TimesResult | None] = [
+        results.get(f"layers/{layer_key(spec, config, record).lower()}") for spec in config.layers
+    ]
+    contexts = []
+    for index, at in enumerate(counted["contexts"]):
+        row: dict[str, Any] = {key: value for key, value in at.items() if key != "by_layer"}
+        row["bytes_per_token"] = at["sequence_bytes"] / at["context"]
+        for mode in ("decode_ms", "prefill_ms"):
+            times = [None if layer is None else layer["times"][index][mode] for layer in timed]
+            row[mode] = None if None in times else sum(filter(None, times))
+        contexts.append(row)
+    layers = []
+    for layer, longest, times in zip(counted["layers"], counted["contexts"][-1]["by_layer"], timed, strict=True):
+        row = {**layer, "read_bytes": longest["read_bytes"], "flops": longest["flops"]}
+        for mode in ("decode_ms", "prefill_ms"):
+            row[mode] = None if times is None else times["times"][-1][mode]
+        layers.append(row)
+    return {"per_token": counted["per_token"], "fixed": counted["fixed"], "contexts": contexts, "layers": layers}
+
+
+def _runs(runs: dict[int, TrainedResult], experiment: Experiment, task: str) -> TaskQuality:
+    """The runs of one task by seed, as means and spreads."""
+    results = list(runs.values())
+    train, vocab_size = experiment.train, experiment.base.vocab_size
+    scored = sum(row["tokens"] for row in results[0]["by_position"])  # of one batch
+    options = train.tasks[task].options
+    return {
+        "answers": scored * train.eval_batches,
+        "chance": None if task == "text" else 1 / len(make_task(task, vocab_size, **options).values),
+        "seeds": list(runs),
+        "parameters": results[0]["parameters"],
+        "steps": [result["steps"] for result in results],
+        "loss": spread([result["metrics"]["loss"] for result in results]),
+        "accuracy": spread([result["metrics"]["accuracy"] for result in results]),
+        "curve": _curve([result["losses"] for result in results]),
+        "by_length": [_length_row(rows) for rows in zip(*(result["by_length"] for result in results), strict=True)],
+        "by_position": _average_rows([result["by_position"] for result in results], ("start", "end")),
+        "layers": _average_rows([result["layers"] for result in results], ("layer", "kind")),
+    }
+
+
+def _length_row(rows: tuple[LengthRow, ...]) -> LengthSpread:
+    row: dict[str, float] = {"seq_len": rows[0]["seq_len"]}
+    for name in ("loss", "accuracy"):
+        values = [found[name] for found in rows]
+        row |= {name: statistics.fmean(values), f"{name}_low": min(values), f"{name}_high": max(values)}
+    return row
+
+
+def spread(values: list[float]) -> Spread:
+    """``mean``, ``std`` (of a sample; 0 for one value), ``low``, ``high`` and the values themselves."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {
+        "mean": statistics.fmean(values),
+        "std": deviation,
+        "low": min(values),
+        "high": max(values),
+        "values": values,
+    }
+
+
+def _curve(curves: list[list[list[float]]]) -> list[list[float]]:
+    """``[step, mean, low, high]`` at the steps that all curves have."""
+    steps = sorted(set.intersection(*({step for step, _ in curve} for curve in curves)))
+    tables = [{point[0]: point[1] for point in curve} for curve in curves]
+    rows = []
+    for step in steps:
+        found = [table[step] for table in tables]
+        rows.append([step, statistics.fmean(found), min(found), max(found)])
+    return rows
+
+
+def _average_rows(tables: list[list[Any]], keys: tuple[str, ...]) -> list[Any]:
+    """Means of rows that agree in ``keys``; a value that is None in one of them stays None."""
+    rows = []
+    for group in zip(*tables, strict=False):
+        row = {key: group[0][key] for key in keys}
+        for name in group[0]:
+            if name not in keys:
+                values = [item[name] for item in group]
+                row[name] = None if None in values else statistics.fmean(values)
+        rows.append(row)
+    return rows
+
+
+def _best(ranked: list[Trained]) -> list[Trained]:
+    """The best variant, and every variant that equals it within the errors."""
+    errors = [error_of(trained.quality["accuracy"], trained.quality["answers"]) for trained in ranked]
+    means = [trained.quality["accuracy"]["mean"] for trained in ranked]
+    return [trained for trained, mean, error in zip(ranked, means, errors, strict=True)
+            if is_equal(means[0], errors[0], mean, error)]  # fmt: skip
+
+
+def _beyond_window(report: Report, experiment: Experiment) -> list[BeyondWindow]:
+    """For each task with a gap: the best window-only variant and the best one with compressed entries."""
+    rows: list[BeyondWindow] = []
+    for task, settings in (experiment.train.tasks if experiment.train else {}).items():
+        ranked = sorted(with_task(report, task), key=lambda trained: -trained.quality["accuracy"]["mean"])
+        window_only = _best([trained for trained in ranked if not trained.variant["long_range"]])
+        best = _best([trained for trained in ranked if trained.variant["long_range"]])
+        if "gap" not in settings.options or not window_only or not best:
+            continue
+        near, far = window_only[0], best[0]
+        rows.append(
+            {
+                "task": task,
+                "gap": settings.options["gap"],
+                "window": near.variant["window"],
+                "reach": near.variant["window"] * len(near.variant["ratios"]),
+                "window_only": [trained.variant["name"] for trained in window_only],
+                "window_only_accuracy": near.quality["accuracy"],
+                "best": [trained.variant["name"] for trained in best],
+                "best_accuracy": far.quality["accuracy"],
+            }
+        )
+    return rows

@@ -1,0 +1,83 @@
+"""Runs the units of an experiment, skips those that are done, and says how long the rest takes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepseek_attn.checkpoint.write import check_new_directory
+from deepseek_attn.config.options import pick_device
+from deepseek_attn.lab.experiments.define.config import Experiment
+from deepseek_attn.lab.experiments.define.units import Unit, make_units
+from deepseek_attn.lab.experiments.run.pool import Finished, WorkerPool
+from deepseek_attn.lab.experiments.run.progress import Progress
+from deepseek_attn.lab.experiments.run.records import check_folder, make_folder, read_owner, read_record
+from deepseek_attn.lab.experiments.run.work import UnitWork
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UnitFailure:
+    """A unit that has no result, and why."""
+
+    unit: Unit
+    reason: str
+
+
+@dataclass
+class Outcome:
+    """Outcome of a run: units already done before, done now, and failed."""
+
+    skipped: list[Unit] = field(default_factory=list)
+    done: list[Unit] = field(default_factory=list)
+    failed: list[UnitFailure] = field(default_factory=list)
+
+
+def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume: bool) -> Outcome:
+    """Does every unit that has no record yet, and logs a line for each.
+
+    Args:
+        folder: of the results; made if absent.
+        device: of every worker process; it must be on this machine where there is something left to do.
+        resume: continue from existing records; else the folder must be empty.
+
+    Raises:
+        ValueError: ``folder`` is not empty and ``resume`` is off, or it cannot be made; no such device.
+    """
+    if not resume and ((folder / "records").exists() or read_owner(folder)):
+        raise ValueError(
+            f"{str(folder)!r} holds results: go on with `deepseek-attn experiment resume`, or choose another --out"
+        )
+    outcome, left, units = Outcome(), [], make_units(experiment, device)
+    if resume and folder.is_dir() and any(folder.iterdir()):
+        check_folder(folder, experiment, units)
+    else:
+        check_new_directory(folder)
+    for unit in units:
+        (left if read_record(folder, unit) is None else outcome.skipped).append(unit)
+    if left:
+        pick_device(device)
+    count, skipped = len(left), len(outcome.skipped)
+    logger.info(
+        f"{experiment.name}: {count + skipped} pieces of work, {skipped} done before, {count} to do on {device}"
+    )
+    jobs = min(experiment.jobs, max(1, sum(not unit.alone for unit in left)))
+    progress = Progress(left, jobs)
+
+    def finished(unit: Unit, end: Finished) -> None:
+        progress.finished(unit, end.seconds)
+        if end.error is None:
+            outcome.done.append(unit)
+        else:
+            outcome.failed.append(UnitFailure(unit, end.error))
+        state = f"{end.seconds:.1f} s" if end.error is None else f"FAILED: {end.error}"
+        logger.info(f"[{count - len(progress.left)}/{count}] {unit.name} ({state}){progress.note()}")
+
+    if left and read_owner(folder) is None:
+        make_folder(folder, experiment.name)
+    with progress.bar:
+        work = UnitWork(folder, device, jobs)
+        WorkerPool(work, folder / "logs", jobs, progress.running, finished, experiment.limit_s).run(left)
+    return outcome

@@ -1,0 +1,342 @@
+"""The training loop: AdamW on a task's batches, by steps or by time, on a CPU or as a captured graph on a GPU."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.options import pick_device
+from deepseek_attn.lab.training.drafts import DraftModel, count_accepted, draft_losses
+from deepseek_attn.lab.training.forward import DenseModel
+from deepseek_attn.lab.training.save import TrainedSource
+from deepseek_attn.lab.training.state import Steps, TrainingState
+from deepseek_attn.lab.training.step import BackboneStep, MtpStep, TrainingStep
+from deepseek_attn.lab.training.task import Task
+from deepseek_attn.lab.training.weights import FreshSource, build_model
+from deepseek_attn.models.deepseek_v4 import DeepseekV4
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.utils.clock import seconds_since
+
+WARMUP = 0.05  # share of the training in which the learning rate rises
+DENSE_SHARE = 0.5  # share that reads all entries with unquantised weights, see `train`
+REPORT_EVERY = 20
+MAX_RATE = 1e6  # of learning rate and weight decay: an optimizer's float32 steps are finite below
+MTP_SEED = 10_000  # added to the seed of the backbone's batches
+EVALUATION_SEED = 20_000  # far from the seeds of training batches
+
+
+@dataclass(frozen=True)
+class MtpTraining:
+    """Settings of the MTP layer's training, behind the finished backbone.
+
+    Attributes:
+        steps: optimizer steps; None: as many as the backbone's.
+        lr, weight_decay: peak learning rate, and weight decay of the matrices; None: the backbone's.
+        depth: drafts that are trained, one after the other; deeper ones work too, less well.
+        greedy_share: weight of hitting the backbone's likeliest token, against matching its distribution.
+    """
+
+    steps: int | None = None
+    lr: float | None = None
+    weight_decay: float | None = None
+    depth: int = 3
+    greedy_share: float = 0.5
+
+    def filled(self, steps: int, lr: float, weight_decay: float) -> MtpTraining:
+        """With the backbone's values where there is None."""
+        defaults = {"steps": steps, "lr": lr, "weight_decay": weight_decay}
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+
+
+@dataclass
+class TrainResult:
+    """A trained model with the record of its training.
+
+    Attributes:
+        model: float32 weights, not yet quantised.
+        losses: (step, loss of that step's batch), every 20 steps and at the end.
+        metrics: ``loss`` and ``accuracy`` on the task's test split, with weights as a checkpoint stores them and
+            entries as the indexers select them, as in a runner; with an MTP layer also those of `evaluate`.
+        seconds: time of the optimizer steps of the backbone, without initialisation and evaluation.
+        mtp: steps of the MTP layer, whose losses are divergences from the backbone (see `evaluate`); None without one.
+    """
+
+    config: ModelConfig
+    model: DeepseekV4 = field(repr=False)
+    losses: list[tuple[int, float]] = field(repr=False)
+    metrics: dict[str, float]
+    steps: int
+    seconds: float
+    tokens_per_second: float
+    mtp: Steps | None = field(default=None, repr=False)
+
+    def source(self) -> TrainedSource:
+        """The weights as a checkpoint source, without files."""
+        return TrainedSource(self.model, self.config)
+
+    def runner(self, **options) -> ModelRunner:
+        """A runner with these weights; ``options`` are those of `ModelRunner.from_source`."""
+        return ModelRunner.from_source(self.config, self.source(), progress=False, **options)
+
+
+def train(
+    config: ModelConfig,
+    task: Task,
+    *,
+    steps: int,
+    batch: int = 32,
+    seq_len: int = 256,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    lr: float = 2e-3,
+    weight_decay: float = 0.1,
+    budget_s: float | None = None,
+    dense_share: float = DENSE_SHARE,
+    test_batches: int = 8,
+    mtp: MtpTraining | None = None,
+    progress: Callable[[int, float], None] | None = None,
+    state: TrainingState | None = None,
+) -> TrainResult:
+    """Trains a model from scratch.
+
+    In the first part every query reads all visible entries, and indexers learn the distribution of attention over them.
+    In the second part entries come from the indexers' top-k, and weights are quantised as the checkpoint stores them
+    (FP8, FP4, BF16), with straight-through gradients. The learning rate rises, then falls linearly to 0.
+
+    The MTP layer of a config that has one is trained after that, see `train_mtp`; the backbone is what it would be
+    without one.
+
+    Args:
+        config: with one MTP layer or none; ``vocab_size`` at least the task's.
+        steps: optimizer steps, fewer if ``budget_s`` ends first.
+        batch, seq_len: sequences of a step, and predictions of each.
+        seed: of weights and batches. On a CPU the same seed gives the same model; a GPU adds rounding noise.
+        device: default: the first GPU if there is one. On a GPU matrix products are bfloat16.
+        lr: peak learning rate.
+        weight_decay: of the matrices; a text that is read many times wants more (1.0) than fresh data.
+        budget_s: seconds that the steps may take; the schedule follows the clock where that is ahead of the steps. The
+            MTP layer's steps get their share by number.
+        dense_share: share of the training that is its first part.
+        test_batches: batches of the evaluation at the end.
+        mtp: how the MTP layer is trained; None: `MtpTraining`'s defaults. Without an MTP layer it is not used.
+        progress: called with (steps done, loss) every 20 steps; steps of the MTP layer count on.
+        state: where the training's state is kept and, if it was interrupted, goes on from; see `TrainingState`.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or a config with several MTP layers.
+    """
+    mtp = (mtp or MtpTraining()).filled(steps, lr, weight_decay)
+    check(config, task, steps, batch, seq_len, dense_share)
+    check_rates(lr, weight_decay, budget_s)
+    if config.mtp_layers:
+        check_mtp(mtp, seq_len)
+        budget_s = budget_s * steps / (steps + mtp.steps) if budget_s else None
+    device = pick_device(device)
+    model = build_model(config, FreshSource(config, seed), device, max_positions=seq_len)
+    dense = DenseModel(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    step = BackboneStep(dense, batch, seq_len, weight_decay)
+    generator = torch.Generator().manual_seed(seed)
+
+    def run(share: float, rate: float) -> torch.Tensor:
+        step.set_stage(served=share >= dense_share)
+        return step.run(task.batch(batch, seq_len, generator), rate)
+
+    trained = run_steps(run, steps, lr, budget_s, progress, kept(state, "backbone", step, generator))
+    drafts = None
+    if config.mtp_layers:
+        later = None if progress is None else lambda done, loss: progress(trained.done + done, loss)
+        budget_s = budget_s * mtp.steps / steps if budget_s else None
+        drafts = train_mtp(dense, config, task, mtp, batch, seq_len, seed=seed, budget_s=budget_s, progress=later,
+                           state=state)  # fmt: skip
+    metrics = evaluate(dense, config, task, test_batches, batch, seq_len, depth=mtp.depth)
+    speed = trained.done * batch * seq_len / trained.seconds
+    return TrainResult(config, model, trained.losses, metrics, trained.done, trained.seconds, speed, drafts)
+
+
+def train_mtp(
+    dense: DenseModel,
+    config: ModelConfig,
+    task: Task,
+    mtp: MtpTraining,
+    batch: int,
+    seq_len: int,
+    *,
+    seed: int = 0,
+    budget_s: float | None = None,
+    progress: Callable[[int, float], None] | None = None,
+    state: TrainingState | None = None,
+) -> Steps:
+    """Trains the MTP layer of a model whose backbone is finished and stays as it is.
+
+    Its drafts imitate the backbone, because a draft is accepted if it is what the backbone chooses: see `draft_losses`.
+    Weights are quantised as the checkpoint stores them, and entries selected, from the first step on.
+
+    Args:
+        mtp: with no value None, see `MtpTraining.filled`.
+        seed, budget_s, progress, state: see `train`.
+    """
+    step = MtpStep(dense, batch, seq_len, mtp.weight_decay, mtp.depth, mtp.greedy_share)
+    generator = torch.Generator().manual_seed(MTP_SEED + seed)
+    return run_steps(
+        lambda _, rate: step.run(task.batch(batch, seq_len, generator), rate), mtp.steps, mtp.lr, budget_s, progress,
+        kept(state, "mtp", step, generator),
+    )  # fmt: skip
+
+
+class Kept(NamedTuple):
+    """Where a stage of a training begins, and what keeps its state: called with the steps and whether it has ended."""
+
+    start: Steps = Steps(0, [], 0.0)
+    save: Callable[[Steps, bool], None] | None = None
+
+
+def kept(state: TrainingState | None, stage: str, step: TrainingStep, generator: torch.Generator) -> Kept:
+    """The stage as ``state`` has it; from its beginning, and not kept, without one."""
+    if state is None:
+        return Kept()
+    start = state.restore(stage, step, generator)
+    return Kept(start, lambda steps, last: state.save(stage, step, generator, steps, last=last))
+
+
+def run_steps(
+    run: Callable[[float, float], torch.Tensor],
+    steps: int,
+    lr: float,
+    budget_s: float | None,
+    progress: Callable[[int, float], None] | None,
+    kept: Kept,
+) -> Steps:
+    """Calls ``run(share of the training that is done, learning rate)``, which returns the loss, step by step.
+
+    Raises:
+        ValueError: the loss is not finite.
+    """
+    losses, done, start = [*kept.start.losses], kept.start.done, time.perf_counter()
+
+    def seconds() -> float:
+        return kept.start.seconds + seconds_since(start)
+
+    share = max(done / steps, kept.start.seconds / budget_s if budget_s else 0.0)
+    while done < steps and share < 1.0:
+        loss = run(share, lr * min(1.0, (share + 1 / steps) / WARMUP) * (1.0 - share))
+        done += 1
+        if done % REPORT_EVERY == 0 or done == steps:
+            losses.append((done, float(loss)))
+            if not math.isfinite(losses[-1][1]):
+                raise ValueError(f"the loss is {losses[-1][1]} after {done} steps: lower the learning rate")
+            if progress is not None:
+                progress(*losses[-1])
+        share = max(done / steps, seconds() / budget_s if budget_s else 0.0)
+        if kept.save is not None:
+            kept.save(Steps(done, losses, seconds()), share >= 1.0)
+    return Steps(done, losses, seconds())
+
+
+def check_family(config: AnyConfig) -> None:
+    """ValueError for a config of another family than V4."""
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"cannot train a {config.model_type}: only DeepSeek-V4 has a differentiable path here")
+
+
+def check(config: ModelConfig, task: Task, steps: int, batch: int, seq_len: int, dense_share: float) -> None:
+    """ValueError, with all problems, for sizes that `train` cannot use."""
+    check_family(config)
+    problems = []
+    for name, value in (("steps", steps), ("batch", batch), ("seq_len", seq_len)):
+        if value < 1:
+            problems.append(f"{name} is {value}: at least 1 is needed")
+    if task.vocab_size > config.vocab_size:
+        problems.append(f"task {task.name} has {task.vocab_size} tokens, vocab_size is {config.vocab_size}")
+    if seq_len > config.max_position_embeddings:
+        problems.append(f"seq_len {seq_len} exceeds the model's {config.max_position_embeddings} positions")
+    if not 0.0 <= dense_share <= 1.0:
+        problems.append(f"dense_share is {dense_share}: it is between 0 and 1")
+    if problems:
+        raise ValueError("cannot train: " + "; ".join(problems))
+    task.batch(1, seq_len, torch.Generator(), "test")  # a split that is too short must show before the training
+
+
+def check_rates(lr: float, weight_decay: float, budget_s: float | None, prefix: str = "") -> None:
+    """ValueError, with all problems, for values that an optimizer cannot use; ``prefix`` is of their names."""
+    problems = []
+    if not 0.0 < lr < MAX_RATE:
+        problems.append(f"{prefix}lr is {lr}: a number above 0 and below {MAX_RATE:g} is needed")
+    if not 0.0 <= weight_decay < MAX_RATE:
+        problems.append(
+            f"{prefix}weight_decay is {weight_decay}: a number of at least 0 and below {MAX_RATE:g} is needed"
+        )
+    if budget_s is not None and not budget_s > 0.0:
+        problems.append(f"budget_s is {budget_s}: more than 0 seconds are needed")
+    if problems:
+        raise ValueError("cannot train: " + "; ".join(problems))
+
+
+def check_mtp(mtp: MtpTraining, seq_len: int) -> None:
+    """ValueError, with all problems, for values that the MTP layer cannot be trained with."""
+    problems = []
+    if mtp.steps < 1:
+        problems.append(
+            f"mtp.steps is {mtp.steps}: at least 1 is needed; a config with num_nextn_predict_layers=0 has no MTP layer"
+        )
+    if not 1 <= mtp.depth < seq_len:
+        problems.append(f"mtp.depth is {mtp.depth}: at least 1 is needed, and less than seq_len={seq_len}")
+    if not 0.0 <= mtp.greedy_share <= 1.0:
+        problems.append(f"mtp.greedy_share is {mtp.greedy_share}: it is between 0 and 1")
+    if problems:
+        raise ValueError("cannot train: " + "; ".join(problems))
+    check_rates(mtp.lr, mtp.weight_decay, None, "mtp.")
+
+
+@torch.no_grad()
+def evaluate(
+    dense: DenseModel,
+    config: ModelConfig,
+    task: Task,
+    batches: int,
+    batch: int,
+    seq_len: int,
+    split: str = "test",
+    depth: int = 3,
+) -> dict[str, float]:
+    """``loss`` (nats per counted token) and ``accuracy`` of a model as it will be stored and run.
+
+    With an MTP layer also ``mtp_loss``, the divergence of ``depth`` drafts from the backbone's distribution (nats, mean
+    of the drafts), and ``acceptance_1``, ``acceptance_2``, ...: how often that draft is what the backbone chooses, both
+    greedily, where the drafts before it were. The text goes on as it is written, whatever was chosen.
+    """
+    generator = torch.Generator().manual_seed(EVALUATION_SEED)
+    device = dense.model.embed.weight.device
+    weights = TrainedSource(dense.model, config).rounded_parameters()
+    drafting = DraftModel(dense)
+    total = torch.zeros(3, dtype=torch.float64, device=device)
+    divergence = torch.zeros((), dtype=torch.float64, device=device)
+    accepted = torch.zeros(depth, 2, dtype=torch.float64, device=device)
+    for _ in range(batches):
+        tokens, mask = (part.to(device) for part in task.batch(batch, seq_len, generator, split))
+        if config.mtp_layers:
+            names = {f"dense.model.{name}": value for name, value in weights.items()}
+            drafts = torch.func.functional_call(drafting, names, (tokens[:, :-1], depth))
+            logits = drafts.backbone
+            divergence += draft_losses(drafts, mask[:, 2:], 0.0)[1]
+            accepted += count_accepted(drafts, mask[:, 2:])
+        else:
+            names = {f"model.{name}": value for name, value in weights.items()}
+            logits = torch.func.functional_call(dense, names, (tokens[:, :-1],)).logits
+        targets, counted = tokens[:, 1:], mask[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        right = logits.argmax(-1) == targets
+        total += torch.stack([loss[counted.flatten()].sum(), right[counted].sum(), counted.sum()]).double()
+    loss, right, count = total.tolist()
+    metrics = {"loss": loss / count, "accuracy": right / count}
+    if config.mtp_layers:
+        metrics["mtp_loss"] = divergence.item() / batches
+        for draft, (right, tried) in enumerate(accepted.tolist(), 1):
+            metrics[f"acceptance_{draft}"] = right / max(tried, 1.0)
+    return metrics

@@ -1,0 +1,174 @@
+"""One optimizer step, captured as a CUDA graph on a GPU."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deepseek_attn.lab.training.drafts import DraftModel, draft_losses
+from deepseek_attn.lab.training.forward import DenseModel
+from deepseek_attn.lab.training.save import MTP, TrainedSource
+from deepseek_attn.lab.training.task import Batch
+from deepseek_attn.models.moe import Gate
+
+BETAS = (0.9, 0.95)
+MAX_NORM = 1.0
+BALANCE = 1e-3  # change of the router's bias per step, against an uneven load
+EAGER_STEPS = 3  # before a graph is captured: they allocate the memory that it replays with
+
+
+class Objective(NamedTuple):
+    """Losses of a batch.
+
+    Attributes:
+        minimised: what gradients are taken of, a scalar.
+        reported: the loss in reports, a scalar.
+        loads: float32 ``[layers, experts]``: the share of tokens that each expert got.
+    """
+
+    minimised: torch.Tensor
+    reported: torch.Tensor
+    loads: torch.Tensor
+
+
+class TrainingStep(ABC):
+    """Loss, gradients, update and expert balance of one batch.
+
+    Args:
+        dense: holds the model; mtp: what learns is its MTP layer, or else all the rest.
+        batch, seq_len: the size of every batch.
+        weight_decay: AdamW's, of the matrices.
+    """
+
+    def __init__(self, dense: DenseModel, mtp: bool, batch: int, seq_len: int, weight_decay: float):
+        model = dense.model
+        self.device = device = next(model.parameters()).device
+        self.source = TrainedSource(model, model.config)  # how the weights are stored
+        self.tokens = torch.zeros(batch, seq_len + 1, dtype=torch.int64, device=device)
+        self.mask = torch.zeros(batch, seq_len + 1, dtype=torch.bool, device=device)
+        self.gates = [module for module in (model.mtp if mtp else model.layers).modules() if isinstance(module, Gate)]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad and name.startswith(MTP) == mtp}
+        self.parameters = list(named.values())
+        captured = device.type == "cuda"
+        rate = torch.zeros((), device=device, dtype=torch.float32) if captured else 0.0
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(named, weight_decay), lr=rate, betas=BETAS, fused=captured, capturable=captured
+        )
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.eager = 0
+        self.loss = torch.zeros((), device=device, dtype=torch.float32)
+
+    @abstractmethod
+    def objective(self) -> Objective:
+        """Of the batch in ``tokens`` and ``mask``. On a GPU it must not wait for the device."""
+
+    def run(self, batch: Batch, rate: float) -> torch.Tensor:
+        """Trains on one batch and returns its loss, a scalar on the device that the next step overwrites."""
+        self.tokens.copy_(batch.tokens, non_blocking=True)
+        self.mask.copy_(batch.mask, non_blocking=True)
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        if self.device.type != "cuda":
+            self.work()
+        elif self.eager < EAGER_STEPS:
+            self.eager += 1
+            self.on_side_stream()
+        else:
+            if self.graph is None:
+                self.graph = self.capture()
+            self.graph.replay()
+        return self.loss
+
+    def work(self) -> None:
+        """Forward, backward, optimizer update and expert balance, on the batch in ``tokens`` and ``mask``."""
+        self.optimizer.zero_grad(set_to_none=True)
+        minimised, reported, loads = self.objective()
+        minimised.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+        self.optimizer.step()
+        self.balance(loads)
+        self.loss.copy_(reported.detach())
+
+    def on_side_stream(self) -> None:
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self.work()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        self.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.work()
+        return graph
+
+    @torch.no_grad()
+    def balance(self, loads: torch.Tensor) -> None:
+        """Moves each router's bias towards experts that got less than their share (DeepSeek-V3, section 2.1.2)."""
+        for gate, load in zip(self.gates, loads, strict=True):
+            if not gate.hash:
+                gate.bias += BALANCE * torch.sign(load.mean() - load)
+
+
+class BackboneStep(TrainingStep):
+    """A step of the backbone on the next token, beside which its indexers learn."""
+
+    def __init__(self, dense: DenseModel, batch: int, seq_len: int, weight_decay: float):
+        super().__init__(dense, False, batch, seq_len, weight_decay)
+        self.dense = dense
+        self.served: bool | None = None
+
+    def set_stage(self, served: bool) -> None:
+        """``served``: entries are selected and weights quantised, as when the model is served."""
+        if served != self.served:
+            self.served, self.graph, self.eager = served, None, 0
+
+    def objective(self) -> Objective:
+        weights = self.source.rounded_parameters(mtp=False) if self.served else {}
+        names = {f"model.{name}": value for name, value in weights.items()}
+        result = torch.func.functional_call(self.dense, names, (self.tokens[:, :-1], self.served))
+        targets, counted = self.tokens[:, 1:].flatten(), self.mask[:, 1:].flatten()
+        losses = F.cross_entropy(result.logits.flatten(0, 1), targets, reduction="none")
+        loss = (losses * counted).sum() / counted.sum()
+        return Objective(loss + result.index_loss, loss, result.loads)
+
+
+class MtpStep(TrainingStep):
+    """A step of the MTP layer behind a backbone that is finished, whose weights are rounded once: both as served.
+
+    Args:
+        depth: drafts that are trained; greedy_share: see `draft_losses`.
+    """
+
+    def __init__(
+        self, dense: DenseModel, batch: int, seq_len: int, weight_decay: float, depth: int, greedy_share: float
+    ):
+        super().__init__(dense, True, batch, seq_len, weight_decay)
+        self.drafting, self.depth, self.greedy_share = DraftModel(dense), depth, greedy_share
+        with torch.no_grad():
+            self.backbone = self.source.rounded_parameters(mtp=False)
+
+    def objective(self) -> Objective:
+        weights = self.backbone | self.source.rounded_parameters(backbone=False)
+        names = {f"dense.model.{name}": value for name, value in weights.items()}
+        drafts = torch.func.functional_call(self.drafting, names, (self.tokens[:, :-1], self.depth))
+        minimised, reported = draft_losses(drafts, self.mask[:, 2:], self.greedy_share)
+        return Objective(minimised, reported, drafts.loads)
+
+
+def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict]:
+    """AdamW groups of parameters by name: matrices decay; embeddings, norms, sinks and hyper-connections do not."""
+    decay, keep = [], []
+    for name, parameter in parameters.items():
+        mixes = "hc_" in name or name.endswith((".ape", "embed.weight"))
+        (decay if parameter.dim() > 1 and not mixes else keep).append(parameter)
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": keep, "weight_decay": 0.0}]

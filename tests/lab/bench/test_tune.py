@@ -1,0 +1,82 @@
+"""Which rows are timed beside the one that a table takes, and who loses; on a GPU the timing itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deepseek_attn.cli import main
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.plans import ANY, Row, Table, condition, recorded_choices
+from deepseek_attn.lab.bench.tune import FAMILIES, RowTiming, TableTiming, rivals, tables_of
+
+HERE = GPU((9, 0), 132)
+
+
+@condition
+def even(problem: int, gpu: GPU) -> bool:
+    return problem % 2 == 0
+
+
+@condition
+def large(problem: int, gpu: GPU) -> bool:
+    return problem > 100
+
+
+ROWS = [
+    Row(large, "a_kernel", 1),
+    Row(~large & even, "a_kernel", lambda problem, gpu: problem),
+    Row(large | even, "a_kernel", 8),  # the configuration that the row above has for 8
+    Row(ANY, "b_kernel", 2),
+    Row(~even, "even_kernel", 3),
+]
+NUMBERS: Table[int] = Table("test.numbers", {"a_kernel": ANY, "b_kernel": ANY, "even_kernel": even}, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("problem", "nearest", "expected"),
+    [(8, None, [0, 3, 4]), (8, 1, [0, 3]), (7, None, [0, 1, 2]), (7, 1, [2]), (102, 1, [1])],
+)
+def test_rivals_are_the_other_rows_whose_kernel_supports_the_problem(problem, nearest, expected):
+    with recorded_choices() as choices:
+        NUMBERS.choose(problem, HERE)
+    assert [ROWS.index(row) for row in rivals(choices[0], HERE, nearest)] == expected
+
+
+def test_a_row_loses_by_more_than_two_percent():
+    def timing(*microseconds: float) -> TableTiming:
+        taken, *others = (RowTiming("kernel", "config", "when", "source", us) for us in microseconds)
+        return TableTiming("t", {}, "attention", 1, 8, 1, 8192, taken, tuple(others))
+
+    assert timing(10.3, 12, 10).loses
+    assert timing(10.3, 12, 10).best.microseconds == 10
+    assert not timing(10.1, 12, 10).loses
+    assert not timing(10).loses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_tables(family):
+    assert tables_of(family)
+
+
+def test_wrong_names_and_a_machine_without_a_gpu(capsys, device):
+    assert main(["bench", "tune", "no_family"]) == 2
+    assert "choose from attention, engram" in capsys.readouterr().err
+    if device.type == "cpu":
+        assert main(["bench", "tune", "norm"]) == 2
+        assert "info --plans" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_times_every_row_that_can_serve_a_step(device, capsys):
+    """A model small enough to be made in seconds, whose linears have more than one candidate."""
+    sizes = ["--batch", "1,8", "--context", "512", "--prefill", "64", "--repeats", "2"]
+    assert main(["bench", "tune", "linear", "--model", "small", *sizes]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    timed = [row for name, rows in found.items() if name.startswith("linear.") for row in rows]
+    assert timed
+    for row in timed:
+        assert row["others"]
+        assert all(one["microseconds"] > 0 for one in (row["taken"], *row["others"]))
+    assert {row["batch"] for row in timed} == {1, 8}

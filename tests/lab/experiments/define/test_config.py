@@ -1,0 +1,248 @@
+"""Experiments as files: what is read, and every problem at once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepseek_attn.lab.experiments.define.config import load_experiment, read_experiment, shipped_experiments
+from deepseek_attn.lab.experiments.define.units import make_units
+
+VARIANTS = [{"schedule": "0*"}]
+SIZES = {"steps": 1, "batch": 1, "seq_len": 64}
+COST = {"model": "tiny", "numerics": "exact", "contexts": [64]}
+
+
+def read(tmp_path, **changes):
+    raw = {"base": "tiny", "variants": VARIANTS, "cost": COST} | changes
+    return read_experiment({key: value for key, value in raw.items() if value is not None}, "exp.json", tmp_path)
+
+
+@pytest.mark.parametrize("name", shipped_experiments())
+def test_shipped_experiments_are_valid(name):
+    experiment = load_experiment(name)
+    units = make_units(experiment, "cpu")
+    assert len({unit.path for unit in units}) == len(units)
+    assert len({unit.fingerprint for unit in units}) == len(units)
+
+
+def test_the_study_has_what_it_promises():
+    study = load_experiment("study")
+    schedules = {(v.schedule, str(v.overlap), str(v.indexer)) for v in study.variants}
+    assert len(schedules) >= 12
+    assert len(study.seeds) >= 3
+
+
+def test_a_grid_is_a_product_after_the_listed_variants(tmp_path):
+    experiment = read(tmp_path, grid={"schedule": ["0,4*", "0,8*"], "index_topk": [2, 4]})
+    assert [variant.name for variant in experiment.variants] == [
+        "0*", "0,4*, index_topk 2", "0,4*, index_topk 4", "0,8*, index_topk 2", "0,8*, index_topk 4",
+    ]  # fmt: skip
+
+
+def test_costs_with_index_keys_of_another_format(tmp_path):
+    """They are measured anew, since everything that was measured without them stays what it was."""
+    found = {}
+    for keys in (None, "fp8", "fp4"):
+        experiment = read(tmp_path, cost=COST | {"numerics": "serving", "index_keys": keys})
+        units = [unit for unit in make_units(experiment, "cpu") if unit.kind in ("cost", "layer_time")]
+        found[keys] = experiment.cost.numerics.name, {unit.fingerprint for unit in units}
+    assert found[None] == found["fp8"]
+    assert found["fp4"][0] == "serving (fp4 index keys)"
+    assert len(found["fp4"][1]) == len(found[None][1])
+    assert not found["fp4"][1] & found[None][1]
+    with pytest.raises(ValueError, match=r"cost\.index_keys is 'fp6': supported is 'fp8' or 'fp4'"):
+        read(tmp_path, cost=COST | {"index_keys": "fp6"})
+
+
+def test_every_problem_is_listed(tmp_path):
+    with pytest.raises(ValueError, match="invalid config") as caught:
+        read(
+            tmp_path,
+            colour="red",
+            variants=[
+                {"schedule": 4, "topk": 1},
+                {"schedule": "0,4", "indexer": "yes"},
+                {"schedule": "0,0,0", "name": "short"},
+                {"schedule": "0*"},
+                {"schedule": "0 *"},
+                {"schedule": "0*", "name": "fp8", "kv_record": "fp16"},
+            ],
+            grid={"schedule": "0*"},
+            seeds=[0, 0],
+            jobs=0,
+            device=3,
+            cost={"model": "tiny_v32", "contexts": ["long"], "speed": 1},
+            train={"tasks": {"recall": {"gap": 4, "depth": 3}, "sums": {}}, "batch": 2, "lr": -1},
+            checkpoint={"max_tokens": 0},
+        )
+    message = str(caught.value)
+    for part in (
+        "unknown key 'colour'", "variants[0].schedule is 4", "unknown key 'topk'", "variants[1].indexer is 'yes'",
+        "'short' does not fit base", "have the same name for a file", "variants[5].kv_record is 'fp16'",
+        "grid.schedule is '0*'", "seeds is [0, 0]", "jobs is 0", "device is 3", "cost.contexts is ['long']",
+        "unknown key cost.speed", "cost.model: tiny_v32 is deepseek_v32", "unknown key train.tasks.recall.depth",
+        "train.tasks.sums", "train.tasks.recall.steps", "train.tasks.recall.seq_len", "train.tasks.recall.lr",
+        "checkpoint.max_tokens is 0",
+    ):  # fmt: skip
+        assert part in message, part
+
+
+def test_a_variant_must_fit_the_model_whose_costs_are_counted(tmp_path):
+    cost = COST | {"model": "v4_flash"}
+    read(tmp_path, cost=cost)
+    with pytest.raises(ValueError, match=r"does not fit cost\.model: .* names 6 layers, and the model has 43"):
+        read(tmp_path, variants=[{"schedule": "0,4,0,4,0,4"}], cost=cost)
+
+
+def test_the_example_of_the_documentation_is_valid(tmp_path):
+    text = (Path(__file__).parents[4] / "docs" / "experiments.md").read_text()
+    example = json.loads(text.split("```json")[1].split("```")[0])
+    assert len(read_experiment(example, "example.json", tmp_path).variants) == 3 + 2 * 2
+
+
+def test_nothing_to_do_is_a_problem(tmp_path):
+    with pytest.raises(ValueError, match="no variants") as caught:
+        read(tmp_path, variants=[], cost=None)
+    assert "nothing to measure" in str(caught.value)
+
+
+def test_grids_without_end(tmp_path):
+    axis = list(range(1, 1001))
+    with pytest.raises(ValueError, match="grid has 1000000000 cells: supported are 10000"):
+        read(tmp_path, grid={"index_topk": axis, "sliding_window": axis, "schedule": ["0"] * 1000})
+
+
+def test_files_are_found_by_path_and_by_name(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"base": "tiny", "variants": VARIANTS, "cost": COST}))
+    assert load_experiment(file).name == "mine"
+    with pytest.raises(ValueError, match=r"no shipped experiment \(.*smoke"):
+        load_experiment("other")
+    file.write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load_experiment(file)
+
+
+def test_fingerprints_follow_inputs(tmp_path):
+    before = {u.path: u.fingerprint for u in make_units(read(tmp_path), "cpu")}
+    same = {u.path: u.fingerprint for u in make_units(read(tmp_path), "cpu")}
+    longer = {u.path: u.fingerprint for u in make_units(read(tmp_path, cost=COST | {"contexts": [64, 128]}), "cpu")}
+    assert before == same
+    assert before.keys() == longer.keys()
+    assert all(before[path] != longer[path] for path in before)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../x",
+        "/etc/x",
+        "a/b",
+        "..",
+        ".hidden",
+        "a\\b",
+        "",
+        " ",
+        "a ",
+        "x\x1b[2J",
+        "\ud800",
+        "é" * 80,
+        ["a"],
+        3,
+        None,
+    ],
+)
+def test_a_name_is_that_of_a_folder_in_results(tmp_path, name):
+    raw = {"base": "tiny", "variants": VARIANTS, "cost": COST, "name": name}
+    with pytest.raises(ValueError, match=r"name is .*: (expected|it has)"):
+        read_experiment(raw, "exp.json", tmp_path)
+    assert read(tmp_path, name="A name, of 2 parts (é)").name == "A name, of 2 parts (é)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"variants": [*VARIANTS, {"schedule": "4*", "name": ["a"]}]}, "variants[1].name is ['a']"),
+        ({"variants": [{"schedule": "0*", "name": "a\x1b[2J"}]}, r"variants[0].name is 'a\x1b[2J'"),
+        ({"variants": [{"name": "v", "schedule": "(" * 4000 + "0" + ")" * 4000}]}, "more than 20 parentheses"),
+        ({"variants": [{"schedule": "4x999999999"}]}, "repeated to more than the model's 6 layers"),
+        ({"variants": [{"schedule": "(4x3)x3"}]}, "repeated to more than the model's 6 layers"),
+        ({"variants": [{"name": "v", "schedule": "9" * 5000 + "*"}]}, "a number has 5000 digits"),
+        ({"variants": [{"name": "v", "schedule": "0," * 10_000}]}, "has 20000 characters"),
+        ({"variants": [{"schedule": "0*", "overlap": {"4": "on"}}]}, "variants[0].overlap is {'4': 'on'}"),
+        ({"variants": VARIANTS * 10_001}, "there are 10001 variants"),
+        ({"seeds": [10**400]}, "seeds is ["),
+        ({"title": "\ud800"}, "title is"),
+        ({"base": ["tiny"]}, "base ['tiny']"),
+        ({"base": "x" * 5000}, "is not a path or name"),
+        ({"base": "x/" + "é" * 200}, "is not a path or name"),
+        ({"cost": COST | {"contexts": [10**400]}}, "cost.contexts is ["),
+        ({"cost": COST | {"contexts": list(range(1, 102))}}, "cost.contexts has 101 values"),
+        ({"cost": COST | {"model": {}}}, "cost.model: {}"),
+        ({"checkpoint": {"text": "x" * 5000}}, "checkpoint.text: "),
+        ({"seeds": list(range(60_000)), "train": SIZES | {"tasks": {"text": {}, "copy": {}}}}, "make 120000 runs"),
+    ],
+)  # fmt: skip
+def test_hostile_values_are_named(tmp_path, changes, field):
+    with pytest.raises(ValueError, match="invalid config") as caught:
+        read(tmp_path, **changes)
+    assert field in str(caught.value)
+    assert len(str(caught.value)) < 2000
+
+
+def test_long_names_give_short_files(tmp_path):
+    variants = [{"schedule": "0*", "name": "a" * 400 + end} for end in "bc"]
+    paths = [unit.path for unit in make_units(read(tmp_path, variants=variants), "cpu")]
+    assert len(set(paths)) == len(paths)
+    assert max(len(part) for path in paths for part in path.split("/")) < 120
+
+
+def places(value, place=()):
+    """Places of all values inside a JSON document."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, item in inside for found in [(*place, key), *places(item, (*place, key))]]
+
+
+HOSTILE = (
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    1e308,
+    float("nan"),
+    "",
+    "x" * 300,
+    "\x1b[2J",
+    "../../x",
+    "\ud800",
+    [],
+    [[1]],
+    {},
+    {"a": [1]},
+)
+
+
+def test_altered_experiments_are_one_error(tmp_path):
+    """Each value of an experiment replaced by others in turn: it is valid, or one ValueError."""
+    raw = {
+        "base": "tiny", "variants": [{"schedule": "0*", "overlap": {"4": True}}], "seeds": [0], "cost": COST,
+        "grid": {"index_topk": [2], "schedule": ["4*"]}, "model_time": {"contexts": [8]},
+        "checkpoint": {"max_tokens": 8}, "train": SIZES | {"tasks": {"recall": {"gap": 4}}},
+    }  # fmt: skip
+    for number, place in enumerate(places(raw)):
+        for shift in range(3):
+            altered = json.loads(json.dumps(raw))
+            parent = altered
+            for key in place[:-1]:
+                parent = parent[key]
+            parent[place[-1]] = HOSTILE[(number * 5 + shift * 7) % len(HOSTILE)]
+            try:
+                units = make_units(read_experiment(altered, "exp.json", tmp_path), "cpu")
+            except ValueError as error:
+                message, units = str(error), []
+            else:
+                message = ""
+            assert message.startswith("invalid config (exp.json), ") or units
+            assert not any(".." in unit.path for unit in units)
