@@ -117,7 +117,7 @@ def test_files_are_found_by_path_and_by_name(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"base": "tiny", "variants": VARIANTS, "cost": COST}))
     assert load_experiment(file).name == "mine"
-    with pytest.raises(ValueError, match=r"no shipped experiment \(.*smoke"):
+    with pytest.raises(ValueError, match=r"nor a shipped experiment \(.*smoke"):
         load_experiment("other")
     file.write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
