@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -30,6 +30,9 @@ class PretrainedSource(CheckpointSource):
         layers, attention_only: of which tensors will be read. Shards without such tensors may be missing, and are not
             downloaded.
 
+    Attributes:
+        needed: whether a tensor of this stored name will be read, set before the first read; None: by the arguments.
+
     Raises:
         ValueError: from all methods: files are missing, broken, or cannot be downloaded.
     """
@@ -37,6 +40,7 @@ class PretrainedSource(CheckpointSource):
     def __init__(self, model: str | Path, layers: Iterable[int] | None = None, attention_only: bool = False):
         self.layers, self.attention_only, self._repo = layers, attention_only, HubModel.parse(model)
         self._whole = layers is None and not attention_only
+        self.needed: Callable[[str], bool] | None = None
         self.directory = Path(model) if self._repo is None else self._small_files(self._repo)
 
     @cached_property
@@ -52,7 +56,7 @@ class PretrainedSource(CheckpointSource):
 
     @cached_property
     def _opened(self) -> SafetensorsSource:
-        needed = needed_tensors(self.config, self.layers, self.attention_only)
+        needed = self.needed or needed_tensors(self.config, self.layers, self.attention_only)
         if self._repo:
             index, shards = self.directory / INDEX_FILE, [SINGLE_FILE]
             if index.is_file():

@@ -27,7 +27,7 @@ ASKED_FOR = (OTHER_LAYERS, ATTENTION_ONLY, OTHER_RANK)  # left out because the c
 _INV_FREQ = re.compile(r"(.+\.)?(\w+_)?inv_freq")
 _MTP_COPY = re.compile(r"mtp\.(?!\d+\.markov_head\.)(.*emb.*|(.+\.)?head\.(weight|scale))")
 _CONFIDENCE = re.compile(r"mtp\.\d+\.confidence_head\..+")
-_VISION = re.compile(
+VISION_NAME = re.compile(
     r"((vision|aligner)\..+|image_(start|end|newline|pad)(\.weight)?|(layers|mtp)\.\d+\.ffn\.gate\.bias_vl)"
 )
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -83,7 +83,7 @@ class Selection:
         """The rule that excludes a tensor or slot of this published name; None if it is to be loaded."""
         if name.startswith("mtp.") and self.mtp_rule is not None:
             return self.mtp_rule
-        if _VISION.fullmatch(name):
+        if VISION_NAME.fullmatch(name):
             return VISION
         if _CONFIDENCE.fullmatch(name):
             return CONFIDENCE

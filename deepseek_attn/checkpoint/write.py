@@ -55,18 +55,23 @@ def write_checkpoint(
     check_new_directory(directory)
     with appearing(Path(directory), directory=True) as folder:
         write_tokenizer(folder, config.vocab_size, config.max_position_embeddings, tokenizer)
-        _write_json(folder / "config.json", config.to_dict())
-        _write_json(folder / "generation_config.json", _generation_config(config))
-        weight_map = {}
-        for number, names in enumerate(shards, 1):
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            _write_shard(folder / file, source, {name: entries[name] for name in names})
-            weight_map.update(dict.fromkeys(names, file))
-        total = sum(info.nbytes for info in entries.values())
-        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_config_file(folder / "config.json", config.to_dict())
+        write_config_file(folder / "generation_config.json", _generation_config(config))
+        write_shards(folder, source, shards)
         for name, text in (texts or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
     return Path(directory)
+
+
+def write_shards(folder: Path, source: CheckpointSource, shards: list[list[str]]) -> None:
+    """Writes the tensors of each shard to a file, and their index."""
+    entries, weight_map = source.entries(), {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_shard(folder / file, source, {name: entries[name] for name in names})
+        weight_map.update(dict.fromkeys(names, file))
+    total = sum(info.nbytes for info in entries.values())
+    write_config_file(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def plan_shards(
@@ -107,7 +112,7 @@ def _write_shard(path: Path, source: CheckpointSource, entries: dict[str, Tensor
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            data = source.read(name).contiguous().reshape(-1).view(torch.uint8)
+            data = source.view(name).contiguous().reshape(-1).view(torch.uint8)
             if data.numel() != entries[name].nbytes:
                 raise ValueError(f"{name} has {data.numel()} bytes, its source announced {entries[name].nbytes}")
             file.write(memoryview(data.numpy()))
@@ -145,5 +150,5 @@ def _generation_config(config: AnyConfig) -> dict:
     }
 
 
-def _write_json(path: Path, value: dict) -> None:
+def write_config_file(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -45,6 +45,7 @@ COMMANDS = {
     "warmup": Command("deepseek_attn.cli.warmup", "compile a model's kernels ahead"),
     "bench": Command(f"{LABORATORY}.commands.bench", "time ops, layers and models"),
     "make-checkpoint": Command("deepseek_attn.cli.make_checkpoint", "random weights in the published format"),
+    "crop": Command("deepseek_attn.cli.crop", "a smaller checkpoint of some layers and experts"),
     "train": Command(f"{LABORATORY}.commands.train", "train a small model from scratch"),
     "experiment": Command(f"{LABORATORY}.commands.experiment", "compare compress-ratio schedules"),
 }

@@ -135,6 +135,18 @@ def numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: write integers with commas between them") from None
 
 
+def layer_numbers(text: str) -> list[int]:
+    """Type of a flag: numbers of layers, with commas between them, or ranges ``5-7`` with both ends."""
+
+    def whole(ends: re.Match) -> str:
+        first, last = int(ends[1]), int(ends[2])
+        if first > last:
+            raise argparse.ArgumentTypeError(f"{ends[0]}: a range goes from its smaller number on")
+        return ",".join(map(str, range(first, last + 1)))
+
+    return numbers(re.sub(r"(?<![\w-])(\d{1,5})-(\d{1,5})(?![\w-])", whole, text) if len(text) < 10_000 else text)
+
+
 GPUS = {
     "a100": ((8, 0), 108), "l40s": ((8, 9), 142), "h100": ((9, 0), 132), "h200": ((9, 0), 132), "b200": ((10, 0), 148),
     "rtx5090": ((12, 0), 170),
@@ -190,6 +202,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--repeats": (1, MOST),
     "--layers": (0, MOST),
     "--experts": (1, MOST),
+    "--vocab-size": (1, MOST),
     "--max-tokens": (1, MOST),
     "--max-model-len": (1, MOST),
     "--max-num-seqs": (1, MOST),

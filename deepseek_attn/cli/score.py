@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from deepseek_attn.cli.load_report import add_report_option, show_report
-from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, runner_options
+from deepseek_attn.cli.options import HUB_ID, add_runner_options, layer_numbers, runner_options
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.garbage import without_collections
 from deepseek_attn.utils.json_files import read_json
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='also write the MTP logits "i.mtp" [len_i - 1, vocab]; row t has also seen token t + 1',
     )
     parser.add_argument(
-        "--layers", type=numbers, metavar="LIST", help="run only these backbone layers, for instance 0,1,2"
+        "--layers", type=layer_numbers, metavar="LIST", help="run only these backbone layers, for instance 0,1,5-7"
     )
     add_runner_options(parser)
     add_report_option(parser)

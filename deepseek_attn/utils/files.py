@@ -63,13 +63,14 @@ def check_replaceable(path: Path, mark: str) -> None:
 
 
 @contextmanager
-def appearing(path: Path, directory: bool = False) -> Iterator[Path]:
+def appearing(path: Path, directory: bool = False, replace: bool = False) -> Iterator[Path]:
     """A path to write to, of the same name in another folder: it becomes ``path`` when the block succeeds.
 
     Nothing is left when the block fails.
 
     Args:
         directory: make a directory there, and the missing folders above ``path``. An empty directory is replaced.
+        replace: with ``directory``: replace one that holds something, too.
 
     Raises:
         ValueError: nothing can be written there, with the reason; also for an OSError of a write in the block.
@@ -101,7 +102,10 @@ def appearing(path: Path, directory: bool = False) -> Iterator[Path]:
                 partial.chmod(stat.S_IMODE(target.stat().st_mode))
             elif not directory:  # a native writer may have chosen a mode of its own
                 partial.chmod(stat.S_IMODE((folder / LOCK).stat().st_mode))
-            os.replace(partial, target)
+            if replace and target.is_dir():
+                _exchange(partial, target, folder / "before")
+            else:
+                os.replace(partial, target)
         whole = True
     except OSError as error:
         if folder is None or _is_about(error, path, folder):
@@ -116,6 +120,16 @@ def appearing(path: Path, directory: bool = False) -> Iterator[Path]:
         for parent in [] if whole else made:
             with suppress(OSError):
                 parent.rmdir()
+
+
+def _exchange(partial: Path, target: Path, before: Path) -> None:
+    """Moves the directory ``target`` to ``before`` and ``partial`` to its place, or leaves it where it is."""
+    os.replace(target, before)
+    try:
+        os.replace(partial, target)
+    except BaseException:
+        os.replace(before, target)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:

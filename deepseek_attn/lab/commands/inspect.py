@@ -9,7 +9,14 @@ from pathlib import Path
 
 from deepseek_attn.cli.generate import default_checkpoint, read_prompt
 from deepseek_attn.cli.load_report import add_report_option, show_report
-from deepseek_attn.cli.options import HUB_ID, add_attention_options, add_numerics_options, numbers, runner_options
+from deepseek_attn.cli.options import (
+    HUB_ID,
+    add_attention_options,
+    add_numerics_options,
+    layer_numbers,
+    numbers,
+    runner_options,
+)
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.config.defaults import DEFAULT_TOP_READS
 
@@ -41,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens and entries kept per query, layer and head (default: {DEFAULT_TOP_READS})",
     )
     parser.add_argument(
-        "--layers", type=numbers, metavar="LIST", help="inspect only these layers, for instance 0,1,2 (default: all)"
+        "--layers",
+        type=layer_numbers,
+        metavar="LIST",
+        help="inspect only these layers, for instance 0,1,5-7 (default: all)",
     )
     group = parser.add_argument_group("running")
     group.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
