@@ -7,6 +7,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+LINKS = typings/deepseek_attn/kernels typings/deepseek_attn/models
 # packages are installed without bytecode, which each process would otherwise make of torch anew: two seconds each time
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -24,9 +25,15 @@ test-all: test exhaustive
 exhaustive: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m exhaustive
 
-check: $(READY)
+check: $(READY) $(LINKS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# where pyright, in an editor too, finds the packages whose folders are not below deepseek_attn
+$(LINKS):
+	mkdir -p $(@D)
+	ln -sfn ../../$(@F) $@
 
 experiment: $(READY)
 	$(BIN)/deepseek-attn experiment resume smoke
@@ -42,7 +49,7 @@ docs: $(READY)
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-compile $(TORCH)
-	$(BIN)/python -m pip install --quiet --no-compile -e ".[test]"
+	$(BIN)/python -m pip install --quiet --no-compile -e ".[test,check]"
 	touch $(READY)
 
 clean:

@@ -37,7 +37,7 @@ from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.split import check_split
 from deepseek_attn.models import deepseek_v4, deepseek_v32, deepseek_v41
 from deepseek_attn.models.block import AttentionStack, Backbone, BuildContext, attention_layers, layer_specs
-from deepseek_attn.utils.registry import class_problems, raise_problems
+from deepseek_attn.utils.registry import class_problems, problems_error
 from deepseek_attn.utils.workspace import Workspace
 from deepseek_attn.v32.backends import SPARSE_MLA_IMPLS, FlashMLASparseBackend
 
@@ -275,7 +275,8 @@ def register_family(model_type: str, config_class: type[AnyConfig], family_class
         lacking.append(f"the family {family_class.__name__} lacks impls, its attention impls in order of preference")
     if model_type in PUBLISHED:
         problems.append(f"the package has this model_type itself ({MODELS[model_type]})")
-    raise_problems(f"model_type {model_type!r}", "a model family", problems + lacking)
+    if problems or lacking:
+        raise problems_error(f"model_type {model_type!r}", "a model family", problems + lacking)
 
     def read(raw: Mapping[str, Any], origin: str) -> AnyConfig:
         config = config_class.from_dict(raw, origin)

@@ -140,7 +140,7 @@ def make_digest(metadata: dict[str, str], tensors: Iterable[tuple[str, torch.Ten
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.numpy())
+        digest.update(tensor.numpy().data)
     return digest.hexdigest()
 
 

@@ -266,7 +266,7 @@ def _token_pools(
     for spec in layers:
         yield PoolSpec(spec.name, "latent", TOKENS, TOKENS_PAGE, latent)
         if spec.has_indexer:
-            index = make_index_record(numerics.index_record, config.index_head_dim, dtype)
+            index = make_index_record(numerics.index_record, config.index_sizes.head_dim, dtype)
             yield PoolSpec(spec.name, "index", TOKENS, TOKENS_PAGE, index)
 
 

@@ -103,8 +103,10 @@ class PrefixCache:
         """A new sequence's cache with the matched prefix in it.
 
         Raises:
-            OutOfPages: nothing was changed.
+            OutOfPages: nothing was changed. ValueError: nothing of the prompt is kept.
         """
+        if match.snapshot is None:
+            raise ValueError("the match has no snapshot: compute the prompt from its first token")
         return self.store.restore(match.snapshot, match.length)
 
     @in_turn

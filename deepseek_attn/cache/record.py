@@ -9,6 +9,7 @@ page-separated: for each part of the record, ``n`` consecutive rows of that part
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,7 +170,7 @@ class Record(ABC):
 def _record_problems(cls: type[Record]) -> list[str]:
     """Problems of a record class from outside the package, other than missing methods and a missing name."""
     try:
-        record = cls(64, 64, torch.float32)
+        record = _make(cls, 64, 64, torch.float32)
     except Exception as error:
         return [f"must be made by cls(nope_dim, rope_dim, dtype), and cls(64, 64, torch.float32) raises {error!r}"]
     if getattr(record, "dim", None) != 128:
@@ -212,6 +213,11 @@ def own_record(kind: str, nope_dim: int, rope_dim: int, dtype: torch.dtype, supp
     cls = OWN_RECORDS.find(kind)
     if cls is None:
         raise ValueError(f"{supported}, a registered record, or module:Class")
+    return _make(cls, nope_dim, rope_dim, dtype)
+
+
+def _make(cls: Any, nope_dim: int, rope_dim: int, dtype: torch.dtype) -> Record:
+    """A record from outside the package; the package's own classes have other arguments."""
     return cls(nope_dim, rope_dim, dtype)
 
 

@@ -139,7 +139,7 @@ def account(slots: dict[str, WeightSlot], source: CanonicalSource, selection: Se
         ValueError: one error that lists all problems. Tensors of an unknown kind are listed only beside other problems.
     """
     entries = source.entries()
-    scales = {scale_name(name): name for name in slots if scale_name(name)}
+    scales = {scale: name for name in slots if (scale := scale_name(name))}
     problems, loaded, by_row, ignored, without_slot = Problems(), [], [], {}, []
     for name in entries:
         rule = selection.source_rule(name)

@@ -121,7 +121,8 @@ def load_slots(
             stacklevel=2,
         )
     for name, _ in found.by_row:
-        slots[name].attach(partial(read_table_rows, source, name))
+        if (attach := slots[name].attach) is not None:
+            attach(partial(read_table_rows, source, name))
     loaded, by_row = tuple(chain(*found.loaded)), tuple(chain(*found.by_row))
     return LoadReport(loaded, found.ignored, total, any(name.startswith("mtp.") for name in loaded), by_row)
 

@@ -111,15 +111,13 @@ class PublishedSource(CheckpointSource):
         if self._last is None or self._last[0] != base:
             self._last = None  # the old pair is freed before the new one is made
             self._last = (base, self._make(base))
-        stored = self._last[1]
-        return stored.weight if name == base else stored.scale
+        return _part(self._last[1], name, base)
 
     def read_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         base = self._weight_of(name)
         if base not in self._recipes or self._recipes[base].kind != ROWS:
             return super().read_rows(name, rows)
-        stored = self._make_rows(base, rows)
-        return stored.weight if name == base else stored.scale
+        return _part(self._make_rows(base, rows), name, base)
 
     def _weight_of(self, name: str) -> str:
         """The weight that a scale is of; other names as they are."""
@@ -186,3 +184,11 @@ class PublishedSource(CheckpointSource):
             weight, scale = quantize_fp8_block(master, block) if form == "fp8" else quantize_fp4_weight(master)
             return StoredWeight(weight, encode_e8m0(scale) if self._style.scale_dtype == "F8_E8M0" else scale)
         return StoredWeight(master.to(DTYPES[DRAW[recipe.kind].dtype].torch), None)
+
+
+def _part(stored: StoredWeight, name: str, weight: str) -> torch.Tensor:
+    """The tensor ``name`` of a stored weight: the weight itself, or its scale."""
+    part = stored.weight if name == weight else stored.scale
+    if part is None:
+        raise ValueError(f"{weight} is stored without a scale, so there is no {name}")
+    return part

@@ -61,8 +61,9 @@ def _attention(config: DeepseekV32Config) -> Iterator[tuple[str, Recipe]]:
     yield "wkv_b.weight", Recipe("quantized", (heads * (config.qk_nope_head_dim + config.v_head_dim), latent))
     yield "wo.weight", Recipe("quantized", (hidden, heads * config.v_head_dim))
     if config.has_indexer:
-        yield "indexer.wq_b.weight", Recipe("quantized", (config.index_n_heads * config.index_head_dim, rank))
-        yield "indexer.wk.weight", Recipe("quantized", (config.index_head_dim, hidden))
-        yield "indexer.k_norm.weight", Recipe("index_norm", (config.index_head_dim,))
-        yield "indexer.k_norm.bias", Recipe("index_bias", (config.index_head_dim,))
-        yield "indexer.weights_proj.weight", Recipe("linear", (config.index_n_heads, hidden))
+        index_heads, index_dim, _ = config.index_sizes
+        yield "indexer.wq_b.weight", Recipe("quantized", (index_heads * index_dim, rank))
+        yield "indexer.wk.weight", Recipe("quantized", (index_dim, hidden))
+        yield "indexer.k_norm.weight", Recipe("index_norm", (index_dim,))
+        yield "indexer.k_norm.bias", Recipe("index_bias", (index_dim,))
+        yield "indexer.weights_proj.weight", Recipe("linear", (index_heads, hidden))

@@ -102,9 +102,9 @@ def _draft_stage(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, R
 
 def draft_ends(config: DeepseekV4Base, layer: LayerSpec, embed: str, head: str) -> Iterator[tuple[str, Recipe]]:
     """Tensors of the first and the last DSpark stage besides blocks; ``embed`` and ``head`` of the Markov head."""
-    hidden, markov = config.hidden_size, (config.vocab_size, config.dspark.dspark_markov_rank)
+    hidden, markov = config.hidden_size, (config.vocab_size, config.drafter.dspark_markov_rank)
     if layer is config.mtp_layers[0]:
-        yield "main_proj.weight", Recipe("quantized", (hidden, hidden * len(config.dspark.dspark_target_layer_ids)))
+        yield "main_proj.weight", Recipe("quantized", (hidden, hidden * len(config.drafter.dspark_target_layer_ids)))
         yield "main_norm.weight", Recipe("norm", (hidden,))
     if layer is config.mtp_layers[-1]:
         yield "norm.weight", Recipe("norm", (hidden,))

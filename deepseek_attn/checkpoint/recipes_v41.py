@@ -47,7 +47,7 @@ def _attention(config: DeepseekV41Config, layer: V41LayerSpec) -> Iterator[tuple
 
 
 def _engram(config: DeepseekV41Config, layer: V41LayerSpec) -> Iterator[tuple[str, Recipe]]:
-    engram, streams = config.engram, (config.hc_mult, config.hidden_size)
+    engram, streams = config.memory, (config.hc_mult, config.hidden_size)
     yield "embed.weight", Recipe(ROWS, (engram.hash_of(layer.index).num_rows, engram.engram_head_dim))
     yield "wkv.weight", Recipe("quantized", ((config.hc_mult + 1) * config.hidden_size, engram.width))
     for name in ("q_weight", "k_weight"):

@@ -115,7 +115,7 @@ def _write_shard(path: Path, source: CheckpointSource, entries: dict[str, Tensor
             data = source.view(name).contiguous().reshape(-1).view(torch.uint8)
             if data.numel() != entries[name].nbytes:
                 raise ValueError(f"{name} has {data.numel()} bytes, its source announced {entries[name].nbytes}")
-            file.write(memoryview(data.numpy()))
+            file.write(data.numpy().data)
 
 
 def check_new_directory(directory: str | Path) -> None:
@@ -132,7 +132,7 @@ def check_new_directory(directory: str | Path) -> None:
 
 
 def _check_token_ids(config: AnyConfig) -> None:
-    if config.bos_token_id != 0 or config.eos_token_ids[0] != 1:
+    if config.bos_token_id != 0 or config.eos_token_ids[:1] != (1,):
         raise ValueError(
             f"bos_token_id is {config.bos_token_id} and eos_token_id {config.eos_token_id}: the tokenizer that is "
             "written with a checkpoint has 0 and 1"
@@ -140,11 +140,11 @@ def _check_token_ids(config: AnyConfig) -> None:
 
 
 def _generation_config(config: AnyConfig) -> dict:
-    eos = list(config.eos_token_ids) if len(config.eos_token_ids) > 1 else config.eos_token_ids[0]
+    eos = [*config.eos_token_ids]
     return {
         "bos_token_id": config.bos_token_id,
         "do_sample": True,
-        "eos_token_id": eos,
+        "eos_token_id": eos if len(eos) > 1 else eos[0],
         "temperature": 1.0,
         "top_p": 1.0,
     }

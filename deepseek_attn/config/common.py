@@ -59,7 +59,7 @@ def read_tokens(reader: FieldReader, vocab_size: int | None) -> dict[str, Any]:
         eos = reader.as_integer("eos_token_id", eos, minimum=0)
     for label, token in (
         ("bos_token_id", bos),
-        *(("eos_token_id", t) for t in (eos if type(eos) is tuple else (eos,))),
+        *(("eos_token_id", t) for t in (eos if isinstance(eos, tuple) else (eos,))),
     ):
         if token is not None and vocab_size is not None and token >= vocab_size:
             reader.problem(f"{label} {token} is outside the vocabulary of vocab_size {vocab_size}")
@@ -147,14 +147,14 @@ def read_formats(reader: FieldReader, block: int, scales: tuple[str, ...] = ("ue
         "weight_block_size": ([block, block],),
     }
     _check_quantiser(reader, quantization or {})
-    for key, values in supported.items() if quantization is not None else ():
-        value = quantization.get(key)
+    for key, values in supported.items():
+        value = (quantization or {}).get(key)
         reader.as_choice(f"quantization_config.{key}", list(value) if isinstance(value, tuple) else value, values)
     kept = None if quantization is None else dict(quantization)
     return {"dtype": reader.choice("dtype", DTYPES, "bfloat16"), "quantization_config": kept}
 
 
-def known(values: Mapping[str, Any], *keys: str) -> tuple[int, ...] | None:
+def known(values: Mapping[str, Any], *keys: str) -> tuple[Any, ...] | None:
     """The values of ``keys``; None if a value is missing or wrong, which has been reported."""
     found = tuple(values[key] for key in keys)
     return None if None in found else found

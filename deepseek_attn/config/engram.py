@@ -117,8 +117,8 @@ def read_engram(reader: FieldReader, num_hidden_layers: int | None, vocab_size: 
         reader.problem(f"engram_layer_ids has layer {layers[-1]}, and num_hidden_layers is {num_hidden_layers}")
     for key in ("engram_pad_token_id", "engram_compressed_vocab_size"):
         limit = None if vocab_size is None else vocab_size - (key == "engram_pad_token_id")
-        if sizes[key] is not None and limit is not None and sizes[key] > limit:
-            reader.problem(f"{key} is {sizes[key]}: supported with vocab_size {vocab_size} is at most {limit}")
+        if (size := sizes[key]) is not None and limit is not None and size > limit:
+            reader.problem(f"{key} is {size}: supported with vocab_size {vocab_size} is at most {limit}")
     if sizes["engram_head_dim"] is not None and sizes["engram_head_dim"] % 32:
         reader.problem(f"engram_head_dim is {sizes['engram_head_dim']}: expected a multiple of 32, which share a scale")
     known = {key: size for key, size in sizes.items() if size is not None}

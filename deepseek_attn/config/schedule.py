@@ -51,14 +51,14 @@ def read_branches(reader: FieldReader, num_layers: int | None) -> list[Branch]:
     """Reads the branches of the backbone layers, with overrides; empty if the schedule has problems."""
     published = _branches_of_ratios(reader, num_layers)
     named = _branches_of_layer_types(reader, num_layers)
-    if published is None and named is None:
+    branches = named if published is None else published
+    if branches is None:
         if not {"compress_ratios", "layer_types"} & {k for k, v in reader.raw.items() if v is not None}:
             reader.missing("compress_ratios (or layer_types)")
         return []
     if published is not None and named is not None and published != named:
         differing = [i for i, (a, b) in enumerate(zip(published, named, strict=False)) if a != b]
         reader.problem(f"compress_ratios and layer_types disagree at layers {differing}: drop one of them")
-    branches = named if published is None else published
     overlap = _read_override(reader, "compress_overlap", branches, [b.overlap for b in branches])
     indexer = _read_override(reader, "compress_indexer", branches, [b.has_indexer for b in branches])
     return [Branch(b.ratio, o, i) for b, o, i in zip(branches, overlap, indexer, strict=True)]
@@ -80,7 +80,8 @@ def _branches_of_ratios(reader: FieldReader, num_layers: int | None) -> list[Bra
                     f"compress_ratios beside a rate of {rate!r} for {name}: transformers reads the ratio "
                     f"{RATES[name][1]} as that rate, DeepSeek's code as it stands; drop one of them"
                 )
-    return None if None in checked else [published_branch(ratio) for ratio in ratios[:num_layers]]
+    known = [ratio for ratio in checked if ratio is not None]
+    return None if len(known) < len(checked) else [published_branch(ratio) for ratio in known[:num_layers]]
 
 
 def _branches_of_layer_types(reader: FieldReader, num_layers: int | None) -> list[Branch] | None:
@@ -90,11 +91,12 @@ def _branches_of_layer_types(reader: FieldReader, num_layers: int | None) -> lis
         return None
     rates = _read_rates(reader, [name for name in RATES if name in names])
     checked = {name: reader.as_integer(f"compress_rates.{name}", rate) for name, rate in rates.items()}
+    known = {name: rate for name, rate in checked.items() if rate is not None}
     _check_length(reader, "layer_types", names, num_layers, "sliding_attention")
-    if not _check_members(reader, "layer_types", names, LAYER_TYPES) or None in checked.values():
+    if not _check_members(reader, "layer_types", names, LAYER_TYPES) or len(known) < len(checked):
         return None
     sparse = LAYER_TYPES[1]
-    return [Branch(checked.get(name, 0), name == sparse, name == sparse) for name in names[:num_layers]]
+    return [Branch(known.get(name, 0), name == sparse, name == sparse) for name in names[:num_layers]]
 
 
 def _read_rates(reader: FieldReader, names: Iterable[str]) -> dict[str, Any]:

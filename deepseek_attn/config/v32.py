@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 from deepseek_attn.config.base import ConfigBase, LayerBase
 from deepseek_attn.config.common import (
@@ -62,10 +62,21 @@ class V32LayerSpec(LayerBase):
     overlap: ClassVar[bool] = False
     lists_entries: ClassVar[bool] = False
 
+    def unnumbered(self) -> Self:
+        return replace(self, index=0)
+
     @property
     def kind(self) -> str:
         """``"DSA"`` (sparse attention behind an indexer) or ``"MLA"`` (dense)."""
         return "DSA" if self.has_indexer else "MLA"
+
+
+class IndexSizes(NamedTuple):
+    """Sizes of an indexer: ``index_n_heads``, ``index_head_dim`` and ``index_topk``."""
+
+    n_heads: int
+    head_dim: int
+    topk: int
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,18 @@ class DeepseekV32Config(ConfigBase):
     @property
     def has_indexer(self) -> bool:
         return self.index_topk is not None
+
+    @property
+    def index_sizes(self) -> IndexSizes:
+        """Sizes of the indexer.
+
+        Raises:
+            ValueError: the model has none (``deepseek_v3``).
+        """
+        heads, dim, topk = self.index_n_heads, self.index_head_dim, self.index_topk
+        if heads is None or dim is None or topk is None:
+            raise ValueError(f"a {self.model_type} config has no indexer: index_n_heads is absent")
+        return IndexSizes(heads, dim, topk)
 
     @property
     def expert_dtype(self) -> str | None:
@@ -262,7 +285,7 @@ def _read_scaling(reader: FieldReader, label: str, raw: Mapping[str, Any] | None
     and sin instead, which is another model.
     """
     scaling = read_yarn(reader, label, raw)
-    if scaling is None:
+    if scaling is None or raw is None:
         return None
     for key in ("mscale", "mscale_all_dim"):
         if raw.get(key) is None:

@@ -33,6 +33,9 @@ class LayerSpec(LayerBase):
     hash_routing: bool
     is_mtp: bool = False
 
+    def unnumbered(self) -> Self:
+        return replace(self, index=0)
+
     @property
     def coff(self) -> int:
         """Width factor of the compressor's projections and state: 2 with overlap, else 1."""
@@ -133,6 +136,17 @@ class DeepseekV4Base(ConfigBase):
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
         return self.layers + self.mtp_layers
+
+    @property
+    def drafter(self) -> DSparkConfig:
+        """The DSpark drafter.
+
+        Raises:
+            ValueError: the model has none (``dspark`` is None).
+        """
+        if self.dspark is None:
+            raise ValueError(f"this {self.model_type} config has no DSpark drafter: dspark_block_size is absent")
+        return self.dspark
 
     @property
     def draft_stages(self) -> Self:

@@ -128,6 +128,19 @@ class DeepseekV41Config(DeepseekV4Base):
     pad_token_id: int | None
     image_token_id: int | None
     vision_config: dict[str, Any] | None = field(hash=False)
+    layers: tuple[V41LayerSpec, ...]
+    mtp_layers: tuple[V41LayerSpec, ...]
+
+    @property
+    def memory(self) -> EngramConfig:
+        """The n-gram memory.
+
+        Raises:
+            ValueError: the model has none (``engram`` is None).
+        """
+        if self.engram is None:
+            raise ValueError("this deepseek_v41 config has no n-gram memory: engram_layer_ids is absent")
+        return self.engram
 
     @property
     def normalizes_weights(self) -> bool:
@@ -202,9 +215,11 @@ def read_v41(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
         ValueError: one error that lists every problem; ``origin`` names the config in it.
     """
     reader = _open(raw)
-    layers, vocab_size = (reader.raw.get(key) for key in ("num_hidden_layers", "vocab_size"))
-    sizes = (size if type(size) is int else None for size in (layers, vocab_size))
-    engram = read_engram(reader, *sizes)  # first: it checks sums of primes only if no problem was found yet
+    num_layers, vocab_size = (
+        size if type(size) is int else None for size in map(reader.raw.get, ("num_hidden_layers", "vocab_size"))
+    )
+    # first: it checks sums of primes only if no problem was found yet
+    engram = read_engram(reader, num_layers, vocab_size)
     values = {"model_type": "deepseek_v41", "engram": engram}
     values |= read_shared(reader, FP8_BLOCK, rms_norm_eps=1e-20)
     values["norm_topk_prob"] = reader.flag("norm_topk_prob", True)
@@ -223,7 +238,8 @@ def read_v41(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
         V41LayerSpec(i, ratio=0, overlap=False, has_indexer=False, rope=plain, hash_routing=False, is_mtp=True)
         for i in range(values["num_nextn_predict_layers"] if values["dspark"] else 0)
     )
-    return values | {"layers": _layers(values, ratios), "mtp_layers": stages}
+    layers = _layers(values, ratios or [])  # ratios that are wrong have been reported
+    return values | {"layers": layers, "mtp_layers": stages}
 
 
 def _open(raw: Mapping[str, Any]) -> ConfigReader:
@@ -245,8 +261,12 @@ def _add_inference_defaults(reader: ConfigReader) -> None:
         if "rope_scaling" in flat:
             reader.problem(f"{', '.join(given)} beside rope_scaling: they mean the same, drop one of them")
         flat["rope_scaling"] = {"type": "yarn"} | {INFERENCE_SCALING[key]: flat[key] for key in given}
-        length, factor = (flat.get(key) for key in ("original_seq_len", "rope_factor"))
-        if type(length) is int and type(factor) in (int, float) and 1 <= length * factor <= MAX_INTEGER:
+        length, factor = flat.get("original_seq_len"), flat.get("rope_factor")
+        if (
+            type(length) is int
+            and (type(factor) is int or type(factor) is float)
+            and 1 <= length * factor <= MAX_INTEGER
+        ):
             flat.setdefault("max_position_embeddings", int(length * factor))
     if flat.get("dtype") == "fp8":
         flat["dtype"] = "bfloat16"
@@ -301,11 +321,12 @@ def _read_sources(reader: FieldReader, layers: int | None, ratios: list[int] | N
         reader.problem(
             f"layers {missing} of kv_source_layer_ids are not in index_source_layer_ids: each has an indexer"
         )
-    for layer, ratio in enumerate(ratios or []):
+    ratios = ratios or []
+    for layer, ratio in enumerate(ratios):
         source = max((i for i in kv if i <= layer), default=None)
         if ratio and source is None:
             reader.problem(f"layer {layer} has ratio {ratio}, and no layer of kv_source_layer_ids comes before it")
-        elif ratio and ratios[source] != ratio:
+        elif ratio and source is not None and ratios[source] != ratio:
             reader.problem(
                 f"layer {layer} has ratio {ratio}, and layer {source}, whose entries it reads, {ratios[source]}"
             )
@@ -317,7 +338,7 @@ def _read_sources(reader: FieldReader, layers: int | None, ratios: list[int] | N
 def _read_candidates(reader: FieldReader, values: Mapping[str, Any], ratios: list[int] | None) -> dict[str, int | None]:
     """The candidate keys; a source needs both sizes."""
     source = reader.integer("candidate_source_layer_id", None, minimum=-1)
-    if source in (None, -1):  # -1: DeepSeek's inference code without candidates
+    if source is None or source == -1:  # -1: DeepSeek's inference code without candidates
         return dict.fromkeys(CANDIDATES)
     found = {"candidate_source_layer_id": source, **{key: reader.integer(key) for key in CANDIDATES[1:]}}
     index, topk = values["index_source_layer_ids"], values["index_topk"]
@@ -331,7 +352,7 @@ def _read_candidates(reader: FieldReader, values: Mapping[str, Any], ratios: lis
                 "entries mean the same positions in one ratio only"
             )
     blocks, size = found["candidate_topk_blocks"], found["candidate_block_size"]
-    if None not in (blocks, size, topk) and blocks * size < topk + size:
+    if blocks is not None and size is not None and topk is not None and blocks * size < topk + size:
         reader.problem(
             f"candidate_topk_blocks {blocks} of candidate_block_size {size} hold fewer entries than index_topk {topk} "
             "and one block more: a query could find fewer than it selects"

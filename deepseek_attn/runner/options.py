@@ -92,7 +92,7 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
         shared = [p for p in inspect.signature(build_runner).parameters.values() if p.kind is p.KEYWORD_ONLY]
         shared = [p.replace(default=defaults.get(p.name, p.default)) for p in shared]
         parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        function.__signature__ = signature.replace(parameters=[*parameters, *shared])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*parameters, *shared])  # pyright: ignore[reportAttributeAccessIssue]  # read by inspect.signature
         texts = explanations()
         lines = [f"    {p.name}={p.default!r}: {texts[p.name]}" for p in shared]
         function.__doc__ = "\n".join(

@@ -26,9 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 try:
-    from fcntl import LOCK_EX, LOCK_NB, flock
+    import fcntl
 except ImportError:  # not a POSIX system: folders of killed processes are not removed
-    flock = None
+    fcntl = None
 
 UNFINISHED = ".deepseek-attn-partial"  # suffix of the folders of incomplete outputs
 MARKED_BYTES = 1024  # first bytes of a file, searched for the writer's mark
@@ -198,8 +198,8 @@ def lock_file(file: IO, wait: bool = False) -> None:
     Raises:
         BlockingIOError: it is locked, unless ``wait``; OSError: its file system has no locks.
     """
-    if flock is not None:
-        flock(file, LOCK_EX if wait else LOCK_EX | LOCK_NB)
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _remove_unlocked(folder: Path) -> None:
@@ -207,7 +207,7 @@ def _remove_unlocked(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
     with suppress(OSError), (folder / LOCK).open("r+") as lock:
-        if flock is not None:
+        if fcntl is not None:
             lock_file(lock)
             shutil.rmtree(folder, ignore_errors=True)
 

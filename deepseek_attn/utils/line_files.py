@@ -61,7 +61,7 @@ def appending(path: str | Path, go_on: bool, beginning: bytes) -> Iterator[LineF
             device or a pipe; another process appends to it.
     """
     path = Path(path)
-    file, new = None, False
+    file, target, new = None, None, False
     try:
         try:
             target = find_target(path)
@@ -79,7 +79,7 @@ def appending(path: str | Path, go_on: bool, beginning: bytes) -> Iterator[LineF
     finally:
         if file is not None:
             file.close()
-        if new:
+        if new and target is not None:
             _remove_empty(target)
 
 

@@ -6,9 +6,16 @@ import importlib
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-T = TypeVar("T")
+
+class Named(Protocol):
+    """A class of a `Registry`."""
+
+    name: str
+
+
+T = TypeVar("T", bound=Named)
 ENTRY_POINTS = "deepseek_attn.extensions"
 """Modules of installed packages that register their classes when they are imported."""
 
@@ -62,28 +69,29 @@ class Registry(Generic[T]):
         if name in self.taken:
             return None
         if ":" in name:
-            cls = imported(name, self.what)
-            self.check(cls, name)
-            return cls
+            return self.check(imported(name, self.what), name)
         if name not in self.classes:
             load_extensions()
         return self.classes.get(name)
 
-    def check(self, cls: object, place: str) -> None:
-        """ValueError with everything that a class lacks."""
+    def check(self, cls: object, place: str) -> type[T]:
+        """Returns the class, or raises ValueError with everything that it lacks."""
         problems = class_problems(cls, self.base)
+        if not isinstance(cls, type) or not issubclass(cls, self.base):
+            raise problems_error(place, self.what, problems)
         if not problems:
             name = getattr(cls, "name", None)
             if not isinstance(name, str) or not name:
                 problems.append("lacks name, a string")
             problems += self.find_problems(cls)
-        raise_problems(place, self.what, problems)
+        if problems:
+            raise problems_error(place, self.what, problems)
+        return cls
 
 
-def raise_problems(place: str, what: str, problems: list[str]) -> None:
-    """ValueError with these problems, if there are any."""
-    if problems:
-        raise ValueError(f"{place} cannot serve as {what}:\n  - " + "\n  - ".join(problems))
+def problems_error(place: str, what: str, problems: list[str]) -> ValueError:
+    """The error that lists the problems of a class."""
+    return ValueError(f"{place} cannot serve as {what}:\n  - " + "\n  - ".join(problems))
 
 
 def class_problems(cls: object, *bases: type) -> list[str]:

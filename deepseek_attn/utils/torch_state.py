@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import wraps
 from threading import Lock
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -62,20 +62,22 @@ class _Float32Products:
 
     def __init__(self):
         self.lock, self.entered = Lock(), 0
-        self.before: list[tuple[object, str]] = []
+        self.before: list[tuple[Any, str]] = []  # torch's backends and their precisions
         self.overall: str | None = None
 
     def __enter__(self) -> None:
         with self.lock:
             if self.entered == 0:
-                backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+                mkldnn: Any = torch.backends.mkldnn  # torch gives the module its attribute ``matmul`` at run time
+                backends: tuple[Any, ...] = torch.backends.cuda.matmul, mkldnn.matmul
                 precisions = [(backend, backend.fp32_precision) for backend in backends]
                 self.before = [(backend, before) for backend, before in precisions if before not in ("ieee", "none")]
                 self.overall = None
                 if self.before:
                     with suppress(RuntimeError):  # torch raises where a backend was set separately
                         self.overall = torch.get_float32_matmul_precision()
-                    self._set("highest", [(backend, "ieee") for backend, _ in self.before])
+                    overall = None if self.overall is None else "highest"
+                    self._set(overall, [(backend, "ieee") for backend, _ in self.before])
             self.entered += 1
 
     def __exit__(self, *exc: object) -> None:
@@ -84,8 +86,8 @@ class _Float32Products:
             if self.entered == 0 and self.before:
                 self._set(self.overall, self.before)
 
-    def _set(self, overall: str | None, precisions: list[tuple[object, str]]) -> None:
-        if self.overall is not None:
+    def _set(self, overall: str | None, precisions: list[tuple[Any, str]]) -> None:
+        if overall is not None:
             torch.set_float32_matmul_precision(overall)
         for backend, precision in precisions:
             backend.fp32_precision = precision

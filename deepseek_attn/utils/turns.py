@@ -56,7 +56,8 @@ class Turns:
         """Makes the current stream wait for the stream of the previous turn."""
         stream = torch.cuda.current_stream(self.device)
         if stream != self._stream and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(self._stream)
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
             self._stream = stream
 
 

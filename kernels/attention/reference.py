@@ -331,7 +331,7 @@ def attend_raw_q(
     out, _ = sparse_attention_paged(normed_queries(raw_q) if q is None else q, keys, scale, sink)
     back = rotate_(out, freqs_cis_at(raw_q.cos_sin, raw_q.positions), inverse=True)
     values, scales = quantize_fp8(back.flatten(1), 128, pow2=pow2_scales)
-    rows = empty_quantized_rows(*values.shape, values.device, pow2_scales, groups)
+    rows = empty_quantized_rows(len(values), values.shape[1], values.device, pow2_scales, groups)
     rows.values.copy_(values.unflatten(1, (groups, -1)).transpose(0, 1))
     rows.scale.copy_(scales)
     return rows

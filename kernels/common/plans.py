@@ -28,28 +28,29 @@ from deepseek_attn.kernels.common.device import GPU
 NOT_MEASURED = "not measured"
 
 P = TypeVar("P")
+ProblemT = TypeVar("ProblemT", contravariant=True)  # a condition of any problem is one of each kind
 PlanT = TypeVar("PlanT")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Condition(Generic[P]):
+class Condition(Generic[ProblemT]):
     """A named test of a problem on a GPU; ``&``, ``|`` and ``~`` combine conditions and their names."""
 
     name: str
-    test: Callable[[P, GPU], bool]
+    test: Callable[[ProblemT, GPU], bool]
 
-    def __call__(self, problem: P, gpu: GPU) -> bool:
+    def __call__(self, problem: ProblemT, gpu: GPU) -> bool:
         return self.test(problem, gpu)
 
-    def __and__(self, other: Condition[P]) -> Condition[P]:
+    def __and__(self: Condition[P], other: Condition[P]) -> Condition[P]:
         return Condition(f"{self.name} & {other.name}", lambda problem, gpu: self(problem, gpu) and other(problem, gpu))
 
-    def __or__(self, other: Condition[P]) -> Condition[P]:
+    def __or__(self: Condition[P], other: Condition[P]) -> Condition[P]:
         name = f"({self.name} | {other.name})"
         return Condition(name, lambda problem, gpu: self(problem, gpu) or other(problem, gpu))
 
-    def __invert__(self) -> Condition[P]:
+    def __invert__(self) -> Condition[ProblemT]:
         return Condition(f"~{self.name}", lambda problem, gpu: not self(problem, gpu))
 
 

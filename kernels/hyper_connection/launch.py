@@ -89,7 +89,8 @@ def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
 
 
 def _problem(streams: Tensor, update: bool = False) -> StreamsProblem:
-    return StreamsProblem(*streams.shape, update, batch_invariant())
+    rows, m, channels = streams.shape
+    return StreamsProblem(rows, m, channels, update, batch_invariant())
 
 
 def _contiguous(output: SublayerOutput) -> StreamUpdate:

@@ -60,8 +60,7 @@ def index_select(
 ) -> Tensor:
     """`kernels.indexer.index_select` in Triton."""
     T, device = len(queries.q), queries.q.device
-    limited = candidates is not None and not candidates.fill
-    if limited:
+    if candidates is not None and not candidates.fill:
         width = candidates.kept.shape[1] * candidates.size
     elif width is None:
         width = keys.block_table.shape[1] * keys.entries
@@ -74,7 +73,7 @@ def index_select(
         visible, scores = num_visible[rows], buffer[: end - start]
         slots = None if out_slots is None else out_slots[rows]
         blocks = None if candidates is None else candidates._replace(kept=candidates.kept[rows])
-        if limited:
+        if blocks is not None and not blocks.fill:
             candidate_scores(queries.of(rows), block_keys, visible, blocks, k, scores)
             topk_indices(scores, visible, k, out[rows])
             launch_candidate_entries(out[rows], slots, visible, block_keys, blocks)
@@ -231,7 +230,8 @@ def topk_indices(
     """`kernels.indexer.topk_indices` in Triton, for float32 scores; one launch."""
     out = _checked_topk(scores, lens, k, out, keys, out_slots)
     if out.numel():
-        plan = plan_topk(TopkProblem(*scores.shape, k), gpu(scores.device))
+        rows, columns = scores.shape
+        plan = plan_topk(TopkProblem(rows, columns, k), gpu(scores.device))
         launch_topk(plan, scores, lens, out, keys, out_slots)
     return out
 

@@ -284,7 +284,7 @@ def up_to_512(p: BlocksProblem, gpu: GPU) -> BlocksConfig:
     return BlocksConfig(min(512, next_power_of_2(p.columns)))
 
 
-BLOCKS = Table(
+BLOCKS: Table[BlocksProblem] = Table(
     "indexer.blocks",
     {kernel: equals("kernel", kernel) for kernel in ("block_scores_kernel", "candidate_entries_kernel")},
     [Row(ANY, "block_scores_kernel", BlocksConfig(256)), Row(ANY, "candidate_entries_kernel", up_to_512)],
@@ -322,7 +322,7 @@ QUERY_KERNELS = {
     "latent_queries_kernel": "h100_tune_v32.json: indexer.queries",
 }
 """Kernels with the source of their rows."""
-QUERIES = Table(
+QUERIES: Table[IndexQueryProblem] = Table(
     "indexer.queries",
     {kernel: equals("kernel", kernel) for kernel in QUERY_KERNELS},
     [

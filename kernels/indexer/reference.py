@@ -174,7 +174,7 @@ def index_select(
         for start, end in row_blocks(stop - first, per_block):
             tokens = slice(first + start, first + end)
             visible = max(int(num_visible[tokens].max()), 0) if causal else most
-            if visible <= k:
+            if entries is None or visible <= k:
                 scores = torch.zeros(end - start, visible, device=q.device, dtype=torch.float32)
             else:
                 scores = _scores_of(queries.of(tokens), entries[:visible])

@@ -72,14 +72,12 @@ def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRow
     """
     if not runs_triton(x):
         return [_in_torch(x, segment, quantized) for segment in segments]
-    outs = [None if _in_triton(segment) else _in_torch(x, segment, quantized) for segment in segments]
-    fused = [segment for segment, out in zip(segments, outs, strict=True) if out is None]
-    if fused:
-        from deepseek_attn.kernels.linear.linear import multi_linear as op
+    if not (fused := [segment for segment in segments if _in_triton(segment)]):
+        return [_in_torch(x, segment, quantized) for segment in segments]
+    from deepseek_attn.kernels.linear.linear import multi_linear as op
 
-        computed = iter(op(x, fused, quantized))
-        outs = [next(computed) if out is None else out for out in outs]
-    return outs
+    computed = iter(op(x, fused, quantized))
+    return [next(computed) if _in_triton(segment) else _in_torch(x, segment, quantized) for segment in segments]
 
 
 def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:

@@ -36,6 +36,7 @@ from deepseek_attn.kernels.linear.plan import (
     LinearPlan,
     ProductPlan,
     QuantizeProblem,
+    WeightTiles,
     plan_quantize,
 )
 from deepseek_attn.kernels.linear.quantize_triton import QuantizeConstants, QuantizeInputs, quantize_input_kernel
@@ -143,7 +144,10 @@ def _launch_triton(plan: LinearPlan, product: ProductPlan, operands: Operands, g
 
 
 def _launch_hopper(plan: LinearPlan, product: ProductPlan, operands: Operands, groups: int, pow2_scales: bool) -> None:
-    x, (q, q_scale, _), fp8, outs, plain, plain_outs, output = operands
+    x, quantized, fp8, outs, plain, plain_outs, output = operands
+    if quantized is None:
+        raise ValueError(f"linear_hopper_kernel reads an input in FP8, and the plan has none: {product}")
+    q, q_scale, _ = quantized
     config, tiles, plain_tiles = product.choice.config, product.fp8, product.plain
     M, K = q.shape[-2:]
     stride = q.stride(0) // q.stride(1) if groups > 1 else 0
@@ -242,17 +246,22 @@ _LAUNCHES = {
 }
 
 
-def _scratch(product: ProductPlan, x: Tensor, unused: Tensor, plain_rows: int | None = None) -> SplitScratch:
+def _scratch(product: ProductPlan, x: Tensor, unused: Tensor | None, plain_rows: int | None = None) -> SplitScratch:
     """Memory for the split-K partials of each tile; none, and ``unused`` as counters, where nothing is split."""
-    config, partials = product.choice.config, []
-    for tiles, rows in ((product.fp8, config.rows), (product.plain, plain_rows or config.rows)):
+    config = product.choice.config
+
+    def partials(tiles: WeightTiles, rows: int) -> Tensor | None:
         size = tiles.TILES * product.token_tiles * tiles.SPLITS * rows * config.tokens if tiles.SPLITS > 1 else 0
-        partials.append(torch.empty(size, dtype=torch.float32, device=x.device) if size else None)
+        return torch.empty(size, dtype=torch.float32, device=x.device) if size else None
+
     is_split = max(product.fp8.SPLITS, product.plain.SPLITS) > 1
-    return SplitScratch(*partials, counters_of(x.device) if is_split else unused)
+    counters = counters_of(x.device) if is_split else unused
+    return SplitScratch(
+        partials(product.fp8, config.rows), partials(product.plain, plain_rows or config.rows), counters
+    )
 
 
-def _memory(product: ProductPlan, operands: Operands, unused: Tensor) -> HopperMemory:
+def _memory(product: ProductPlan, operands: Operands, unused: Tensor | None) -> HopperMemory:
     output = operands.output
     quantized = (None, None) if output is None else (output.values, output.scale)
     return HopperMemory(*quantized, *_scratch(product, operands.x, unused))
@@ -278,7 +287,7 @@ def _by_cublas(
     blocks = zip(rows, weight.chunk(groups), scale.chunk(groups), out.chunk(groups, dim=1), strict=True)
     for (q, q_scale, _), block, block_scale, columns in blocks:
         if not out.is_meta:  # has no such product
-            torch._scaled_mm(q, block.t(), q_scale, block_scale.t(), out_dtype=torch.bfloat16, out=columns)
+            torch.ops.aten._scaled_mm.out(q, block.t(), q_scale, block_scale.t(), out_dtype=torch.bfloat16, out=columns)
     return [out[: values.shape[1]]]
 
 
@@ -312,14 +321,15 @@ def _fits_in_storage(tensor: Tensor, size: int) -> bool:
 
 def quantize_rows(x: Tensor, pow2_scales: bool, groups: int | None = None, rope: Rope | None = None) -> QuantizedRows:
     """``x [M, channels]``, rotated back by ``rope``, as FP8 in the memory of `empty_quantized_rows`."""
-    problem = QuantizeProblem(*x.shape, rope is not None, batch_invariant())
+    problem = QuantizeProblem(len(x), x.shape[1], rope is not None, batch_invariant())
     return _quantized_rows(plan_quantize(problem, gpu(x.device)), x, pow2_scales, groups, rope)
 
 
 def _quantized_rows(
     plan: KernelPlan, x: Tensor, pow2_scales: bool, groups: int | None, rope: Rope | None
 ) -> QuantizedRows:
-    quantized = empty_quantized_rows(*x.shape, x.device, pow2_scales, groups)
+    rows, channels = x.shape
+    quantized = empty_quantized_rows(rows, channels, x.device, pow2_scales, groups)
     _launch_quantize(plan, x, quantized.values, quantized.scale.t(), pow2_scales, rope)
     return quantized
 

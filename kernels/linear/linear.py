@@ -48,7 +48,7 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | N
     problem = linear_problem(x, x.shape[1], segments, None)
     if not quantizes_before(problem, gpu(x.device)):
         return None
-    return empty_quantized_rows(*x.shape, x.device, _pow2_scales(segments))
+    return empty_quantized_rows(len(x), x.shape[1], x.device, _pow2_scales(segments))
 
 
 def grouped_linear(

@@ -600,6 +600,9 @@ class WeightTiles:
     GROUP_ROWS: int = 0
 
 
+NO_TILES = WeightTiles((), (), 0, 1)
+
+
 class DotFormat(NamedTuple):
     """Dtype of the factors of a product, values of it that x is split into, and ``input_precision`` of `tl.dot`."""
 
@@ -618,7 +621,7 @@ class ProductPlan:
     Attributes:
         weights: places of its weights in the problem, FP8 ones first; adjacent ones of cuBLAS are one product.
         token_tiles: tiles that the tokens take.
-        fp8, plain: tiles of the weights of each kind; None for cuBLAS.
+        fp8, plain: tiles of the weights of each kind; none for cuBLAS.
         quantized: FP8 inputs are quantised before the launch.
         quantizes_output: it writes the output as FP8 too.
         dots: of FP8 and of plain weights, for `multi_linear_kernel`.
@@ -627,8 +630,8 @@ class ProductPlan:
     choice: Choice
     weights: tuple[int, ...]
     token_tiles: int = 1
-    fp8: WeightTiles | None = None
-    plain: WeightTiles | None = None
+    fp8: WeightTiles = NO_TILES
+    plain: WeightTiles = NO_TILES
     quantized: bool = False
     quantizes_output: bool = False
     dots: tuple[DotFormat, ...] = ()

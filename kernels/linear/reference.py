@@ -50,7 +50,7 @@ def grouped_linear(
     o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
 ) -> Tensor:
     """See `deepseek_attn.kernels.linear.grouped_linear`."""
-    if positions is not None:
+    if positions is not None and cos_sin is not None:
         o = apply_rope(o, freqs_cis_at(cos_sin, positions), inverse=True)
     x, weight = o.reshape(len(o), groups, -1), segment.weight
     if segment.scale is not None:

@@ -32,8 +32,11 @@ from deepseek_attn.kernels.moe.experts_triton import (
 from deepseek_attn.kernels.moe.launch_hopper import launch_hopper
 from deepseek_attn.kernels.moe.plan import (
     PASS_TOKENS,
+    ExpertFactors,
     ExpertsPlan,
     ExpertsProblem,
+    GroupedProducts,
+    HopperProducts,
     LaunchSize,
     RouteProblem,
     ValuesProblem,
@@ -151,7 +154,11 @@ def moe_experts(
 
 def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
     """One pass: the outputs of all pairs, then their weighted sum over each token, to ``arguments.out``."""
-    pair_outputs = (launch_grouped if plan.hopper is None else launch_hopper)(plan, arguments)
+    products = plan.products
+    if isinstance(products, HopperProducts):
+        pair_outputs = launch_hopper(plan, products, arguments)
+    else:
+        pair_outputs = launch_grouped(plan, products, arguments)
     add, out = arguments.add, arguments.out
     if arguments.add_ready is not None:
         arguments.add_ready.wait()
@@ -172,9 +179,9 @@ def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
     )
 
 
-def launch_grouped(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
+def launch_grouped(plan: ExpertsPlan, products: GroupedProducts, arguments: ExpertsPass) -> Tensor:
     """Outputs of all pairs ``[T * k, D]`` by `grouped_product_kernel`, without their weights if ``weigh_output``."""
-    x, w1 = arguments.x, arguments.w1
+    x, w1, input_format, factors = arguments.x, arguments.w1, arguments.input_format, products.factors
     routing = PairRouting(arguments.experts, arguments.weights, None, None)
     if plan.grouping.kernel == "place_pairs_kernel":
         size = plan.grouping.config
@@ -182,10 +189,10 @@ def launch_grouped(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
     pairs = arguments.experts.numel()
     hidden = torch.empty(pairs, w1.weight.shape[1], dtype=x.dtype, device=x.device)
     outputs = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    _product(plan, arguments, _product_input(plan.inputs, plan, x, arguments.input_format), True, routing, hidden)
-    _product(
-        plan, arguments, _product_input(plan.hidden, plan, hidden, arguments.input_format), False, routing, outputs
-    )
+    inputs = _product_input(plan.inputs, plan, factors, x, input_format)
+    _product(plan, factors, arguments, inputs, True, routing, hidden)
+    inputs = _product_input(products.hidden, plan, factors, hidden, input_format)
+    _product(plan, factors, arguments, inputs, False, routing, outputs)
     return outputs
 
 
@@ -207,11 +214,13 @@ def group_pairs(routing: PairRouting, count: int, tile: int, size: LaunchSize, p
     return routing._replace(sorted=sorted_pairs, tile_expert=tile_expert)
 
 
-def _product_input(choice: Choice | None, plan: ExpertsPlan, x: Tensor, input_format: InputFormat) -> ProductInput:
+def _product_input(
+    choice: Choice | None, plan: ExpertsPlan, factors: ExpertFactors, x: Tensor, input_format: InputFormat
+) -> ProductInput:
     """Rows ``[R, K]`` in the form that the product reads; converted if there is a ``choice``."""
     if choice is None:
         return ProductInput(x, None, x.stride(0))
-    (R, K), factors, group = x.shape, plan.factors, input_format.group
+    (R, K), group = x.shape, input_format.group
     values, scale = torch.empty(R, K, dtype=factors.dtype, device=x.device), None
     if factors.scaled:
         scale = torch.empty(R, cdiv(K, group), dtype=torch.float32, device=x.device)
@@ -225,7 +234,7 @@ def _product_input(choice: Choice | None, plan: ExpertsPlan, x: Tensor, input_fo
         BLOCK=block,
         QUANTIZE=factors.quantize,
         POW2=input_format.pow2_scales,
-        EVENS_FIRST=plan.factors.weights == "fp4",
+        EVENS_FIRST=factors.weights == "fp4",
         FP8_GROUP=group,
         PDL=plan.pdl,
         enable_fp_fusion=True,
@@ -237,6 +246,7 @@ def _product_input(choice: Choice | None, plan: ExpertsPlan, x: Tensor, input_fo
 
 def _product(
     plan: ExpertsPlan,
+    factors: ExpertFactors,
     arguments: ExpertsPass,
     x: ProductInput,
     gated: bool,
@@ -245,12 +255,13 @@ def _product(
 ) -> None:
     """Launches ``out[pair] = swiglu(w1 x, w3 x)`` of the pair's expert and token, or ``w2 x`` of the pair's row."""
     a, b = (arguments.w1, arguments.w3) if gated else (arguments.w2, None)
-    (pairs, N), tiles, factors, group = out.shape, plan.product.config, plan.factors, arguments.input_format.group
+    (pairs, N), tiles, group = out.shape, plan.product.config, arguments.input_format.group
+    as_bytes = factors.weights == "fp8" and not plan.native_fp8
     grouped = routing.tile_expert is not None
     grouped_product_kernel[(cdiv(2 * N if gated else N, tiles.rows), len(routing.tile_expert) if grouped else pairs)](
         x,
-        _pointers(a, plan),
-        None if b is None else _pointers(b, plan),
+        _pointers(a, as_bytes),
+        None if b is None else _pointers(b, as_bytes),
         out,
         routing,
         pairs,
@@ -259,7 +270,7 @@ def _product(
             N=N,
             K=x.data.shape[1],
             TOPK=arguments.experts.shape[1] if gated else 1,
-            FORMAT=plan.factors.weights,
+            FORMAT=factors.weights,
             GATED=gated,
             CLAMP=arguments.limit > 0,
             WEIGH=gated and not arguments.weigh_output,
@@ -270,7 +281,7 @@ def _product(
             SLOTS=0 if grouped else next_power_of_2(pairs),
             TILE=tiles.pairs,
             BLOCK_N=tiles.rows,
-            BLOCK_K=min(tiles.channels, group) if plan.factors.weights == "fp8" else tiles.channels,
+            BLOCK_K=min(tiles.channels, group) if factors.weights == "fp8" else tiles.channels,
             STAGES=tiles.stages,
             PDL=plan.pdl,
         ),
@@ -281,6 +292,5 @@ def _product(
     )
 
 
-def _pointers(stack: ExpertStack, plan: ExpertsPlan) -> StackPointers:
-    as_bytes = plan.factors.weights == "fp8" and not plan.native_fp8
+def _pointers(stack: ExpertStack, as_bytes: bool) -> StackPointers:
     return StackPointers(stack.weight.view(torch.uint8) if as_bytes else stack.weight, stack.scale)

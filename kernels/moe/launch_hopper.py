@@ -12,7 +12,7 @@ from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_ro
 from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.moe.experts_hopper import ExpertScales, experts_hopper_kernel
 from deepseek_attn.kernels.moe.experts_hopper_output import ExpertOutput
-from deepseek_attn.kernels.moe.plan import CHUNK, QUAD, ExpertsPlan, HopperProduct
+from deepseek_attn.kernels.moe.plan import CHUNK, QUAD, ExpertsPlan, HopperProduct, HopperProducts
 from deepseek_attn.kernels.moe.rows_triton import (
     PairRows,
     QuantizedTokens,
@@ -29,17 +29,18 @@ _BYTES = gl.NVMMASharedLayout(0, 8, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
 
 
-def launch_hopper(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
+def launch_hopper(plan: ExpertsPlan, products: HopperProducts, arguments: ExpertsPass) -> Tensor:
     """Outputs of all pairs ``[T * k, D]`` in the dtype of x, without the weights of the pairs if ``weigh_output``."""
     x, w1, w3, w2 = arguments.x, arguments.w1, arguments.w3, arguments.w2
     rows, inputs = route_rows(plan, arguments)
     hidden = torch.empty(len(rows.pair), w1.weight.shape[1], dtype=x.dtype, device=x.device)
     outputs = torch.empty(arguments.experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     row_weights = None if arguments.weigh_output else rows.weight
-    first, second = plan.hopper
-    _product(first, inputs, w1, w3, rows, ExpertOutput(hidden, rows.pair, row_weights, arguments.limit or None))
-    inputs = _prepared(plan.hidden, hidden, None, rows, arguments)
-    _product(second, inputs, w2, None, rows, ExpertOutput(outputs, rows.pair, None, None))
+    _product(
+        products.first, inputs, w1, w3, rows, ExpertOutput(hidden, rows.pair, row_weights, arguments.limit or None)
+    )
+    inputs = _prepared(products.hidden, hidden, None, rows, arguments)
+    _product(products.second, inputs, w2, None, rows, ExpertOutput(outputs, rows.pair, None, None))
     return outputs
 
 
@@ -116,12 +117,14 @@ def _product(
     def weight_and_scale(stack: ExpertStack | None) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
         if stack is None:
             return None, None
-        weight = tiled(stack.weight.flatten(0, 1), weight_rows, product.weight_bytes, layout)
-        return weight, tiled(stack.scale.flatten(0, 1), weight_rows, 4 * QUAD, _BYTES) if tiling.FP4 else None
+        weight, scale = tiled(stack.weight.flatten(0, 1), weight_rows, product.weight_bytes, layout), None
+        if tiling.FP4 and stack.scale is not None:
+            scale = tiled(stack.scale.flatten(0, 1), weight_rows, 4 * QUAD, _BYTES)
+        return weight, scale
 
     a_weight, a_scale = weight_and_scale(a)
     b_weight, b_scale = weight_and_scale(b)
-    b_or_none = b or ExpertStack(None)
+    b_scales, b_exponents = (None, None) if b is None else (b.scale, b.exponent)
     experts_hopper_kernel[(product.programs,)](
         tiled(inputs.values, tiling.BOX, 128, _INPUT),
         tiled(inputs.scale.t(), tiling.CHANNELS // 128, tiling.SCALES, _SCALES),
@@ -129,9 +132,9 @@ def _product(
         b_weight,
         a_scale,
         b_scale,
-        ExpertScales(None, None, a.exponent, b_or_none.exponent)
+        ExpertScales(None, None, a.exponent, b_exponents)
         if tiling.FP4
-        else ExpertScales(a.scale, b_or_none.scale, None, None),
+        else ExpertScales(a.scale, b_scales, None, None),
         rows.tiles,
         rows.tiles.shape[1],
         rows.num_tiles,

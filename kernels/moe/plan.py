@@ -75,8 +75,9 @@ class ExpertsProblem:
         count, inner, _ = w1.weight.shape
         # threads read the scales of FP8 stacks, TMA everything else
         loaded = [part for stack in stacks for part in stack[: 2 if w1.is_fp4 else 1] if part is not None]
+        tokens, topk = experts.shape
         return cls(
-            *experts.shape, count, num_routed or count, x.shape[1], inner, x.dtype, w1.format, input_format,
+            tokens, topk, count, num_routed or count, x.shape[1], inner, x.dtype, w1.format, input_format,
             all(stack.exponent is not None for stack in stacks), all(part.data_ptr() % 16 == 0 for part in loaded),
             batch_invariant(),
         )  # fmt: skip
@@ -462,6 +463,25 @@ SWIGLUS = Table(
 )
 
 
+class GroupedProducts(NamedTuple):
+    """Both products of `grouped_product_kernel`.
+
+    Attributes:
+        hidden: converts the results of the first product; None: the second reads them as they are.
+    """
+
+    factors: ExpertFactors
+    hidden: Choice | None
+
+
+class HopperProducts(NamedTuple):
+    """Both products of `experts_hopper_kernel`; ``hidden`` quantises the results of the first for the second."""
+
+    first: HopperProduct
+    second: HopperProduct
+    hidden: Choice
+
+
 @dataclass(frozen=True)
 class ExpertsPlan:
     """Launches of one pass of `moe_experts`, in order.
@@ -470,21 +490,16 @@ class ExpertsPlan:
         grouping: pairs by expert; `grouped_product_kernel` where it groups them itself. `prepare_decode_rows_kernel`
             also quantises the tokens.
         inputs: converts the tokens; None where the launch before does, or the product reads them as they are.
-        product: both products, of w1 and w3, and of w2.
-        hidden: converts the results of the first product, or None.
+        product: kernel and tiles of both products, of w1 and w3, and of w2; products: their launches.
         combine: sums up the outputs of each token's pairs.
-        factors: of `grouped_product_kernel`; None for the other one.
-        hopper: both products of `experts_hopper_kernel`; None for the other one.
         native_fp8, pdl: of the GPU.
     """
 
     grouping: Choice
     inputs: Choice | None
     product: Choice
-    hidden: Choice | None
+    products: GroupedProducts | HopperProducts
     combine: Choice
-    factors: ExpertFactors | None
-    hopper: tuple[HopperProduct, HopperProduct] | None
     native_fp8: bool
     pdl: bool
 
@@ -494,19 +509,21 @@ def plan_experts(problem: ExpertsProblem, gpu: GPU) -> ExpertsPlan:
     """Chooses the product kernel, then the launches around it."""
     product = PRODUCTS.choose(problem, gpu)
     tokens, pairs = problem.tokens, problem.pairs
-    factors = None if product.kernel == HOPPER else expert_factors(problem, gpu)
     grouping = GROUPINGS.choose(ProductRows(product.kernel, pairs), gpu)
-    inputs = hidden = hopper = None
-    if factors is None or factors.prepared:
-        hidden = PRODUCT_INPUTS.choose(ProductRows(product.kernel, pairs, problem.inner), gpu)
     decode = grouping.kernel == "prepare_decode_rows_kernel"
+    inputs, hidden_rows = None, ProductRows(product.kernel, pairs, problem.inner)
+    if product.kernel == HOPPER:
+        hidden = PRODUCT_INPUTS.choose(hidden_rows, gpu)
+        first = hopper_product(problem, product.config, True, decode, gpu)
+        products = HopperProducts(first, hopper_product(problem, product.config, False, False, gpu), hidden)
+    else:
+        factors = expert_factors(problem, gpu)
+        hidden = PRODUCT_INPUTS.choose(hidden_rows, gpu) if factors.prepared else None
+        products = GroupedProducts(factors, hidden)
     if hidden is not None and not decode:
         inputs = PRODUCT_INPUTS.choose(ProductRows(product.kernel, tokens, problem.hidden), gpu)
-    if factors is None:
-        first = hopper_product(problem, product.config, True, decode, gpu)
-        hopper = first, hopper_product(problem, product.config, False, False, gpu)
     combine = COMBINES.choose(ValuesProblem(tokens * problem.hidden), gpu)
-    return ExpertsPlan(grouping, inputs, product, hidden, combine, factors, hopper, gpu.native_fp8, gpu.pdl)
+    return ExpertsPlan(grouping, inputs, product, products, combine, gpu.native_fp8, gpu.pdl)
 
 
 @dataclass(frozen=True)

@@ -179,9 +179,9 @@ def test_it_compiles(tmp_path, fmt, name):
 def test_launches_beside_the_products(tokens, grouping):
     made = plan.plan_experts(problem_of(make_case(tokens, 1024, 512, 32, 6, "fp4", BF16, "meta")), H200)
     assert [choice.kernel for choice in (made.grouping, made.inputs) if choice] == grouping
-    assert (made.product.kernel, made.hidden.kernel) == (HOPPER, "prepare_rows_kernel")
-    assert (tokens == 10) == made.hopper[0].tiling.WAIT
-    assert not made.hopper[1].tiling.WAIT
+    assert (made.product.kernel, made.products.hidden.kernel) == (HOPPER, "prepare_rows_kernel")
+    assert (tokens == 10) == made.products.first.tiling.WAIT
+    assert not made.products.second.tiling.WAIT
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
