@@ -37,10 +37,12 @@ class Pass:
 
     Attributes:
         seconds, generated: of all steps after the prompts.
-        step_seconds: of steady steps, in which every request decoded and none ended.
-        device_seconds: what the CUDA graphs of the steady steps take one behind the other; None without graphs.
-        verifications: as in `EngineStats`; tokens: what each request generated.
-        prompt_seconds, prompt_tokens: of the steps with prompts, and prompt tokens that they computed.
+        step_seconds: times of steady steps, in which every request decoded and none ended.
+        device_seconds: time of the CUDA graphs of the steady steps, replayed back to back; None without graphs.
+        verifications: as in `EngineStats`.
+        tokens: generated tokens of each request.
+        prompt_seconds: time of the steps with prompts.
+        prompt_tokens: prompt tokens that these steps computed.
     """
 
     seconds: float = 0.0
@@ -59,7 +61,7 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineTiming:
-    """Decoding of one batch by one variant, beside the first variant (the baseline: no drafts).
+    """Decoding of one batch by one variant, compared with the first variant (the baseline: no drafts).
 
     Attributes:
         batch: requests at a time; drafts: per step and request; graphs: steps were CUDA graphs.
@@ -69,12 +71,13 @@ class EngineTiming:
         tokens_per_step: new tokens per request and step that verified drafts; 1 without drafts.
         acceptance_rate, acceptance_by_position: fraction of the drafts that were accepted: of all, and of the first,
             second, ... after a confirmed token.
-        break_even_tokens_per_step: ``step_us`` over the baseline's: with so many tokens per step, drafts cost what they
-            save. break_even_acceptance: the rate at which drafts that are each right with the same probability lead
-            to that; None where even drafts that are all right do not. Both None without drafts.
-        device_us: what the CUDA graphs of a step take on the device; host_share: the share of ``step_us`` that this
-            leaves. None where steps are no graphs.
-        same_text: requests whose text is the baseline's.
+        break_even_tokens_per_step: ``step_us`` over the baseline's: the tokens per step at which drafts neither cost
+            nor save time. None without drafts.
+        break_even_acceptance: the acceptance probability per draft that gives this number; None without drafts, or if
+            even full acceptance does not reach it.
+        device_us: device time of a step's CUDA graphs; None for steps without graphs.
+        host_share: share of ``step_us`` beyond ``device_us``; None for steps without graphs.
+        same_text: number of requests with the baseline's text.
         prompt_tokens_per_second: of the steps that computed the prompts.
     """
 
@@ -108,7 +111,7 @@ def time_engine(
     Every variant runs once before, which compiles kernels and captures graphs.
 
     Args:
-        variants: the first is the baseline of the others.
+        variants: the first variant is the baseline.
 
     Raises:
         ValueError: drafts without an MTP layer, or more than a step can verify, or too few tokens to time.

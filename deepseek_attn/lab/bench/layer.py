@@ -62,7 +62,7 @@ class LayerTiming(KernelTiming):
 
 
 def fill_caches(runner: ModelRunner) -> None:
-    """Fills every pool with random entries, in place of computing a long context."""
+    """Fills every pool with random entries, instead of computing a long context."""
     generator = torch.Generator(runner.device).manual_seed(0)
 
     def normal(rows: int, width: int) -> torch.Tensor:
@@ -124,8 +124,8 @@ def time_layer(
         rates: peak rates of the machine (`bench.timing.ceilings`), for the floor.
 
     Raises:
-        ValueError: sizes that the runner was not made for, layers of several kinds or that read different selections
-            (V4.1), or a graph of something that has none.
+        ValueError: the sizes exceed the runner's, the layers have several kinds or read different selections (V4.1), or
+            the step cannot be a graph.
 
     Notes:
         Layers whose entries or selections the timed ones read (V4.1) compute the step once before.

@@ -18,7 +18,7 @@ from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.runner.memory import RunnerMemory
 from deepseek_attn.runner.model_runner import ModelRunner
 
-TOKENS = 8  # new ones of a request
+TOKENS = 8  # new tokens of a request
 
 
 class Limits(NamedTuple):
@@ -32,8 +32,8 @@ class MemoryComparison:
     """Bytes of a run within these limits, at its peak.
 
     Attributes:
-        predicted, measured: by part, as in `RunnerMemory`, with cuBLAS's workspace in ``allocator``; ``context`` is all
-            that PyTorch's allocator does not know of. They add up to what the driver counts.
+        predicted, measured: bytes by part, as in `RunnerMemory`, with cuBLAS's workspace in ``allocator``; ``context``
+            is all memory outside of PyTorch's allocator. The sum of the measured parts is the driver's count.
     """
 
     limits: Limits
@@ -49,7 +49,7 @@ def measure_memory(config: AnyConfig, source: CheckpointSource, limits: Limits, 
     """Builds a runner, captures all its decode steps, and runs the longest prompts and the largest batch.
 
     Args:
-        options: further ones of the runner, on a GPU.
+        options: further options of the runner, on a GPU.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -84,7 +84,7 @@ def measure_memory(config: AnyConfig, source: CheckpointSource, limits: Limits, 
 
 
 def peak_workload(runner: ModelRunner) -> Iterator[None]:
-    """Steps of an engine: two prompts as long as may be, then as many requests as may be; yields after each."""
+    """Steps of an engine: two prompts of the maximal length, then the maximal number of requests; yields after each."""
     engine, longest = Engine(runner), runner.layout.max_model_len - TOKENS
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     requests = runner.layout.max_num_seqs

@@ -27,8 +27,9 @@ class StageTiming(KernelTiming):
     """One stage of a step, in all blocks, alone: the stages add up to more than a step in which launches overlap.
 
     Attributes:
-        stage: name; work: what the stage has to move and to compute, in all blocks.
-        floor_us: the sum over its blocks of the least time of their work; None without peak rates.
+        stage: name of the stage.
+        work: bytes and FLOPs of the stage in all blocks.
+        floor_us: sum over its blocks of the least time of their work; None without peak rates.
         over_floor: the median divided by ``floor_us``.
     """
 
@@ -46,7 +47,7 @@ class ModelTiming(KernelTiming):
         graph: replayed as a CUDA graph; otherwise called from Python.
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
         tokens_per_second: new tokens of all sequences together.
-        work: what the step has to move and to compute, its stages together.
+        work: bytes and FLOPs of the step, all stages together.
         floor_us: the sum of the stages' floors, which follow each other; None without peak rates.
         over_floor: the median divided by ``floor_us``.
         stages: each stage alone, rows of Engram tables on the device.

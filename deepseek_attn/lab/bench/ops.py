@@ -49,7 +49,7 @@ def time_case(
 ) -> Iterator[OpTiming]:
     """Times every implementation of a row: replays of a CUDA graph with one call per input set, or calls on a CPU.
 
-    What the calls on all input sets read exceeds the L2 cache, so that no call finds its data there (`num_sets`).
+    The inputs of all sets together exceed the L2 cache, so that no call finds its data there (`num_sets`).
     """
     first = case.make(device, 0)
     count = 1 if device.type == "cpu" else num_sets(case, first)

@@ -47,15 +47,15 @@ def stage_works(runner: ModelRunner, shape: StepShape) -> dict[str, list[FloorWo
 
 
 def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor) -> Calls:
-    """Calls that together compute what a step computes in its blocks and its head, on random hidden states.
+    """Calls that together compute the blocks and the head of a step, on random hidden states.
 
     Args:
         step: metadata of the step, with rows of Engram tables on the device.
         last_rows: int64, the rows that logits are computed for.
 
     Returns:
-        Calls by stage, of those stages that the model has. Their order matters: attention layers of V4.1 read what
-        earlier ones have computed.
+        Calls by stage, for the model's stages. Their order matters: attention layers of V4.1 read results of earlier
+        layers.
 
     Notes:
         Experts are chosen by the router of each block, from hidden states of that block alone.

@@ -88,7 +88,7 @@ def time_until_done(call: Callable[[], object], device: torch.device) -> float:
 
 
 def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of ``calls``, one after the other. Each runs once before, to compile and to make its constants."""
+    """A CUDA graph of ``calls`` in order. Each call runs once before, to compile and to make its constants."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -155,9 +155,9 @@ class GraphReplays:
         torch.cuda.CUDAGraph.replay = self._replay
 
     def device_seconds(self, first: int, last: int) -> float:
-        """Seconds of the replays from ``first`` to before ``last``, one after the other, on their last inputs.
+        """Seconds of replays ``first`` to ``last`` - 1, back to back, on their last inputs.
 
-        They write to the caches what they wrote before: no sequence may still need them.
+        They overwrite the same cache entries again: no sequence may still need them.
         """
         marks = []
         for graph in self.graphs[first:last]:

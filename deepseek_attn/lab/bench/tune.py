@@ -54,9 +54,11 @@ class TableTiming:
 
     Attributes:
         table: ``family.op``; problem: its fields by name.
-        stage: what was timed; launches: how often the stage consults the table for this problem.
+        stage: the timed part of a step.
+        launches: how often the stage consults the table for this problem.
         batch, tokens, context: sequences of the step, new tokens and length of each.
-        taken: the row that the table takes; others: rows that were timed beside it.
+        taken: the row that the table takes.
+        others: other rows that were timed.
     """
 
     table: str
@@ -96,7 +98,7 @@ def tables_of(family: str) -> list[Table]:
 
 
 def rivals(consulted: Consulted, gpu: GPU, nearest: int | None = None) -> list[Row]:
-    """Rows that could serve a problem in place of the one that was taken.
+    """Rows that could replace the taken row for a problem.
 
     Args:
         nearest: at most so many on either side of it in the table; None for all.
@@ -158,7 +160,7 @@ def time_tables(
 def compiled_rows(
     calls: Sequence[Callable[[], object]], others: Mapping[K, tuple[Consulted, list[Row]]], device: torch.device
 ) -> dict[K, list[Row]]:
-    """Rows whose kernels compile for their problems; all are compiled beside each other, into Triton's cache."""
+    """Rows whose kernels compile for their problems; they are compiled in parallel, into Triton's cache."""
     from deepseek_attn.runner.ahead.pool import compile_variants  # imports triton
     from deepseek_attn.runner.ahead.recording import recorded_launches
 

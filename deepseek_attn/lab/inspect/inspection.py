@@ -1,7 +1,7 @@
 """`inspect_attention`: what the tokens of one sequence read, layer by layer and head by head.
 
-While a runner computes the sequence, each layer's call is looked at once: sums over all queries are kept, and of chosen
-queries the largest weights. Memory beside the runner's is one layer's keys, a few blocks of logits (`BLOCK_BYTES`) and
+While a runner computes the sequence, each layer's call is observed once: sums over all queries are kept, and the
+largest weights of chosen queries. Additional memory is one layer's keys, a few blocks of logits (`BLOCK_BYTES`) and
 at most `MAX_WEIGHTS` weights, however long the sequence.
 """
 
@@ -40,7 +40,7 @@ from deepseek_attn.runner.step import StepOptions
 
 MAX_WEIGHTS = 200_000
 """Weights that are kept, over all chosen queries. A page of them has up to 6 MB, and 20 bytes per token."""
-INDEX_ROWS = 3  # what an `IndexRead` holds, in sets of ``top`` weights with their keys
+INDEX_ROWS = 3  # size of an `IndexRead`, in sets of ``top`` weights with their keys
 
 
 def inspect_attention(
@@ -56,11 +56,10 @@ def inspect_attention(
 
     Args:
         runner: a whole model on one rank; its other sequences are not touched.
-        token_ids: of the sequence, a prompt as `ModelRunner.sequence` takes it.
-        queries: positions of the tokens whose reads are recorded; negative ones count from the end. Default: as many of
-            the last tokens as `MAX_WEIGHTS` allows.
-        top: tokens of the window, and entries, that are recorded per query, layer and head: those with the largest
-            weights.
+        token_ids: the sequence, a prompt as `ModelRunner.sequence` takes it.
+        queries: positions of the tokens whose reads are recorded; negative positions count from the end. Default: the
+            last tokens, up to `MAX_WEIGHTS`.
+        top: recorded tokens of the window, and recorded entries, per query, layer and head: the largest weights.
         layers: numbers of the layers to look at; default: all that the runner holds.
         progress: show a bar over the tokens, on a terminal.
 
@@ -170,14 +169,16 @@ def _rows_per_query(config: AnyConfig, spec: LayerSpec | V32LayerSpec) -> int:
 
 @dataclass
 class LayerRecord:
-    """One layer over the steps of a sequence: sums over its queries, and what the chosen ones read.
+    """One layer over the steps of a sequence: sums over its queries, and the reads of chosen queries.
 
     Attributes:
         queries: positions of the chosen queries; top: keys that are kept of each, per head.
         reads: by position.
         shares: float64 ``[heads, 4]``, sums of the values of `Shares`; count: queries so far.
-        index: float64 ``[3]``, sums of recall, chance and kept; index_count: over so many queries.
-        difference, largest: of the layer's output to that of the weights, and of the output itself.
+        index: float64 ``[3]``, sums of recall, chance and kept.
+        index_count: number of queries in these sums.
+        difference: largest difference between the layer's output and the output of these weights.
+        largest: largest magnitude of the output.
     """
 
     layer: Layer

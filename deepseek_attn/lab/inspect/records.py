@@ -16,9 +16,9 @@ class Shares:
     """Parts of the attention of one head, in [0, 1]: ``sink + window + entries`` is 1.
 
     Attributes:
-        sink: on the attention sink, which has no value (V3.2: 0).
-        window: on tokens of the sliding window (V3.2, which has none: 0).
-        entries: on entries: V4's compressed ones, or V3.2's tokens.
+        sink: share on the attention sink, which has no value (V3.2: 0).
+        window: share on tokens of the sliding window (V3.2, which has no window: 0).
+        entries: share on entries: V4's compressed entries, or V3.2's tokens.
         recent: part of ``entries`` on the last `RECENT` tokens, for models without a window; else None.
     """
 
@@ -34,8 +34,8 @@ class HeadRead:
 
     Attributes:
         shares: of all that it read.
-        tokens, token_weights: positions of tokens in the window and their weights; entries, entry_weights: numbers of
-            entries and their weights. Of each kind those with the largest weights, at most `Inspection.top`.
+        tokens, token_weights: positions of window tokens and their weights: the largest, at most `Inspection.top`.
+        entries, entry_weights: numbers of entries and their weights: the largest, at most `Inspection.top`.
     """
 
     shares: Shares
@@ -50,12 +50,13 @@ class IndexRead:
     """Selection of the indexer for one query that sees more entries than it may read.
 
     Attributes:
-        visible: entries that the query sees; lowest_selected: the lowest score among those that were selected.
+        visible: entries that the query sees.
+        lowest_selected: the lowest score of a selected entry.
         recall: part of the ``topk`` entries with the largest dense weights that were selected; kept: part of the dense
             attention to entries that falls on the selected ones. Dense: with the same queries and keys, all visible
             entries read.
-        entries: numbers of the entries with the highest scores and of those with the largest dense weights, each with
-            its score, its dense weight (the mean of the heads) and whether it was selected; highest score first.
+        entries: numbers of the entries with the highest scores or the largest dense weights, each with its score, its
+            dense weight (the mean of the heads) and whether it was selected; highest score first.
     """
 
     visible: int
@@ -88,7 +89,7 @@ class QueryRead:
 
 @dataclass(frozen=True)
 class IndexSummary:
-    """Means over the ``queries`` that see more entries than they may read; `IndexRead` says what of."""
+    """Means of the fields of `IndexRead` over the ``queries`` that see more entries than they may read."""
 
     queries: int
     recall: float
@@ -106,8 +107,8 @@ class LayerSummary:
             ``overlap`` also of the ``ratio`` tokens before them. 0: no entries.
         index_topk: entries that the indexer selects; None without one.
         heads: means of the shares over all queries, by head.
-        index: None without an indexer, or where every query read all that it saw.
-        error: largest difference between the attention output of the layer and that of these weights, relative to
+        index: None without an indexer, or if every query read all visible entries.
+        error: largest difference between the attention output of the layer and the output of these weights, relative to
             the largest output.
     """
 
@@ -143,7 +144,7 @@ class Inspection:
     queries: list[QueryRead]
 
     def to_json(self, text: list[str] | None = None) -> dict[str, Any]:
-        """Values that `json.dumps` takes; ``text``: of each token, None where there is no tokenizer."""
+        """Values that `json.dumps` takes; ``text``: text of each token, None without a tokenizer."""
         return {"made_by": MADE_BY, "text": text, **_rounded(asdict(self))}
 
 

@@ -1,4 +1,4 @@
-"""Attention weights of a step, in blocks of queries, from what a layer attended with: queries, keys and selection."""
+"""Attention weights of a step, in blocks of queries, from a layer's queries, keys and selection."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class QueryBlock:
         queries: float32 ``[n, heads, head_dim]``, scaled; keys: float32 ``[W + E, head_dim]``.
         logits: float32 ``[n, heads, W + E]``; sink: float32 ``[heads]``, or None for a model without sinks.
         in_window: bool ``[n, W]``, tokens in the window of each query.
-        visible, read: bool ``[n, E]``, entries that each query may read, and those of them that it read.
+        visible: bool ``[n, E]``, entries that each query may read.
+        read: bool ``[n, E]``, entries that it read.
     """
 
     rows: slice
@@ -94,7 +95,7 @@ def query_blocks(layer: Layer, call: AttentionCall, more_keys: int = 0) -> Itera
     selected = layer.topk_indices_buffer[: end - first] if layer.index_topk is not None else None
     sink = None if layer.attn_sink is None else layer.attn_sink.float()
     keys_of_one = window + len(entries) + more_keys
-    # the window's keys grow with the block: as many queries again at most
+    # the window's keys grow with the block, by at most one key per query
     block = min(rows_per_block(8 * heads * keys_of_one, BLOCK_BYTES), keys_of_one)
     for start, stop in row_blocks(end - first, block):
         rows, positions = slice(start, stop), step.positions[start:stop]
@@ -119,7 +120,7 @@ def query_blocks(layer: Layer, call: AttentionCall, more_keys: int = 0) -> Itera
 
 
 class SelectionQuality(NamedTuple):
-    """Selections of an indexer beside dense attention, for the ``m`` queries of a block that had to leave entries out.
+    """Selections of an indexer compared with dense attention, for the ``m`` queries of a block with unread entries.
 
     Attributes:
         rows: int64 ``[m]``, these queries; dense: float32 ``[m, E]``, their weights if every visible entry had been
@@ -163,7 +164,7 @@ def selection_quality(block: QueryBlock, topk: int | None) -> SelectionQuality |
 def index_scores(layer: Layer, call: AttentionCall, rows: list[int]) -> Tensor:
     """The indexer's scores of the queries ``rows`` of a call, which had to leave entries out: float32 ``[m, E]``.
 
-    A query has scores for the entries that it sees; the others may be anything.
+    A query has scores for the entries that it sees; other columns are undefined.
     """
     step, indexer = _step(layer), layer.indexer
     assert indexer is not None

@@ -1,4 +1,4 @@
-"""Rows of attention: decode over paged FP8 entries, prefill over gathered rows; FlashMLA beside it where it runs."""
+"""Rows of attention: decode over paged FP8 entries, prefill over gathered rows; with FlashMLA where it runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PREFILLS = ((4096, 64, 128), (4096, 64, 640), (4096, 128, 1152), (512, 64, 640))
 
 
 class Query(NamedTuple):
-    """Arguments of decode attention; shapes are those of `flash_mla.sparse_decode`."""
+    """Arguments of decode attention, in the shapes of `flash_mla.sparse_decode`."""
 
     q: Tensor
     sink: Tensor | None
@@ -59,8 +59,8 @@ def _decode(
 ) -> OpCase:
     """``n`` query tokens of each of ``B`` requests over ``widths[i]`` keys of pool ``i``, each.
 
-    Our kernel takes rows of tokens, FlashMLA the rows of a request together. What its call needs is made beforehand, so
-    that its kernel alone is timed: padded heads and, for V3.2, index rows without lengths, which it would turn into -1.
+    Our kernel takes rows of tokens, FlashMLA the rows of a request together. Its inputs are prepared beforehand, so
+    that only its kernel is timed: padded heads and, for V3.2, index rows with -1 past the lengths.
     """
     T, scale = B * n, record.dim**-0.5
 

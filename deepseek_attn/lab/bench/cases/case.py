@@ -14,10 +14,11 @@ class OpCase:
     """An op on data of one shape.
 
     Attributes:
-        op: the op's name, that of its file in ``kernels/``.
+        op: the op's name, which is also the name of its file in ``kernels/``.
         label: the shape, as the table shows it, for instance ``"wq_b M=1"``.
-        make: ``make(device, seed)`` returns one set of random arguments; the harness makes as many as exceed the L2.
-        run: by implementation (``"triton"``, ``"torch"``, ``"flashmla"``, ...), the function of those arguments.
+        make: ``make(device, seed)`` returns one set of random arguments; the harness makes sets until they exceed the
+        L2.
+        run: implementation (``"triton"``, ``"torch"``, ``"flashmla"``, ...) -> function of these arguments.
             The first is ours. Everything must be capturable in a CUDA graph.
         bytes: bytes that must be read and written at least.
         flops: floating-point operations, 0 for ops that only move data.

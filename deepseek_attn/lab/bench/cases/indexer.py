@@ -115,7 +115,7 @@ def _select(T: int, B: int, entries: int) -> OpCase:
 
 
 def _candidates(T: int, B: int, entries: int, fill: bool) -> OpCase:
-    """V4.1: candidate blocks kept beside the top 512 of all entries, or the top 512 of the entries in them."""
+    """V4.1: the top 512 of all entries and the candidate blocks, or the top 512 of the entries in candidate blocks."""
 
     def make(device: torch.device, seed: int) -> tuple:
         inputs = _score_inputs(T, B, entries, "fp8", device, seed, V41_HEADS)

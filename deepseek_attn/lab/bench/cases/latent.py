@@ -31,7 +31,7 @@ def cases(device: torch.device) -> list[OpCase]:
 
 
 def _weight(outputs: int, device: torch.device, g: torch.Generator) -> LatentWeight:
-    """A half of ``kv_b_proj`` as the checkpoint has it, FP8: rows of the other half lie between the heads."""
+    """A half of ``kv_b_proj`` in the checkpoint's FP8 layout: rows of the other half lie between the heads."""
     both = torch.randn(HEADS, NOPE + VALUES, RANK, device=device, generator=g).to(torch.float8_e4m3fn)
     grid = (HEADS, (NOPE + VALUES) // WEIGHT_BLOCK, RANK // WEIGHT_BLOCK)
     scale = torch.rand(grid, device=device, generator=g) * RANK**-0.5

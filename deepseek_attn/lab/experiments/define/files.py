@@ -10,7 +10,7 @@ ENDS = 1 << 20  # bytes at either end of a weight file that stand for the whole
 
 
 def name_of(path: str | None) -> str | None:
-    """The last part of a path; None for what comes with the library."""
+    """The last part of a path; None for the library's own files."""
     return None if path is None else Path(path).name
 
 
@@ -42,7 +42,7 @@ def read_text_file(path: str, key: str) -> str:
     """A UTF-8 text; ``key`` of the experiment names it in errors.
 
     Raises:
-        ValueError: there is no such file, or it holds something else.
+        ValueError: the file is missing, or has other contents.
     """
     try:
         return Path(path).read_text(encoding="utf-8")

@@ -62,7 +62,7 @@ class ContextSums(TypedDict):
 
 
 class ContextCost(ContextSums):
-    """The same, and what they are sums of."""
+    """The same, and the terms of the sums."""
 
     by_layer: list[QueryCost]
 
@@ -187,10 +187,10 @@ RESULTS: dict[str, Any] = {
 
 
 def find_mistake(kind: str, result: Mapping[str, Any], sizes: Mapping[str, Any]) -> str | None:
-    """Says what makes a result unfit for a report: a field of another type or, where results are joined, length.
+    """Reason why a report cannot use a result: a field has another type, or a list that is joined another length.
 
     Args:
-        sizes: what lists of the result have, by field: `Unit.sizes`.
+        sizes: required lengths of the result's lists, by field: `Unit.sizes`.
     """
     if problem := find_problem(result, RESULTS[kind], "result"):
         return problem

@@ -18,7 +18,7 @@ def expand_schedule(pattern: str, num_layers: int) -> list[int]:
             At most one item has a star; its last repetition may be cut short, so that ``(4,128)*`` fits any length.
 
     Raises:
-        ValueError: a pattern that does not parse, or one that gives another number of layers.
+        ValueError: the pattern does not parse, or gives another number of layers.
     """
     if len(pattern) > MAX_LENGTH:
         raise ValueError(f"schedule {pattern[:40]!r}... has {len(pattern)} characters: at most {MAX_LENGTH} are read")

@@ -13,8 +13,8 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import INDEX_KEYS, PRESETS, Numerics, numerics_for
 from deepseek_attn.data import SMALL_CHECKPOINT
 
-MAX_LENGTHS = 100  # of contexts, or other lengths, that are measured
-MAX_PATH, MAX_FILE_NAME = 4000, 255  # characters, and bytes of each part: what file systems take
+MAX_LENGTHS = 100  # number of measured contexts, or other lengths
+MAX_PATH, MAX_FILE_NAME = 4000, 255  # limits of file systems: characters, and bytes of each part
 SYNTHETIC = ("vocab_size", "gap")
 TASK_OPTIONS = {
     "text": ("characters",),
@@ -65,7 +65,7 @@ class ModelTimeSettings:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """One task that models are trained on, and how: ``options`` are those of the task, such as ``gap``."""
+    """One task that models are trained on, and its training; ``options``: options of the task, such as ``gap``."""
 
     steps: int
     batch: int
@@ -98,7 +98,7 @@ class CheckpointSettings:
     """Quality of a loaded checkpoint whose schedule is changed without training.
 
     Attributes:
-        model: a checkpoint directory, by default the one that comes with the library; or a preset for random weights.
+        model: a checkpoint directory, by default the library's checkpoint; or a preset for random weights.
         text: a text file; None: the part of the library's sample text that no training reads. Tokenised by the
             checkpoint's tokenizer.
         max_tokens: how much of the text.
@@ -112,7 +112,7 @@ class CheckpointSettings:
 
 
 def read_sections(reader: FieldReader, folder: Path) -> dict[str, Any]:
-    """The sections of an experiment by name; None where the JSON has none. Problems go to ``reader``."""
+    """The sections of an experiment by name; None for absent sections. Problems go to ``reader``."""
     parsers = {"cost": _cost, "model_time": _model_time, "train": _train, "checkpoint": _checkpoint}
     found = {}
     for name, parse in parsers.items():
@@ -227,7 +227,7 @@ def _train(section: _Section) -> TrainSettings:
 
 
 def _task(section: _Section, name: str, options: Any, shared: Mapping[str, Any]) -> TaskSettings | None:
-    """One task: its sizes, by default those of the section, and its options."""
+    """One task: its sizes, by default the section's, and its options."""
     reader, label = section.reader, f"train.tasks.{name}"
     if name not in TASKS or not isinstance(options, Mapping):
         reader.problem(f"{label} is {options!r}: expected one of {', '.join(TASKS)} with an object of options")

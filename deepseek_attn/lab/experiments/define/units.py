@@ -97,10 +97,10 @@ class Unit:
 
     Attributes:
         name: for people; path: of its record, inside the folder of results, without ``.json``.
-        inputs: all that its result depends on; files by their names, so that results may move between machines.
-        alone: nothing else may run beside it, because it measures time or others wait for it.
+        inputs: everything that its result depends on; files by name, so that results may move between machines.
+        alone: no other unit may run at the same time, because the unit measures time or other units wait for it.
         files: digests of the files among the inputs, see `digest_of`.
-        job: what to do, by ``kind``.
+        job: the work, by ``kind``.
     """
 
     kind: Kind
@@ -132,7 +132,7 @@ class Unit:
 
 
 def make_units(experiment: Experiment, device: str) -> list[Unit]:
-    """All units, those that run alone first; ``device`` is an input of all but costs, without a GPU's number."""
+    """All units; units that run alone come first. ``device`` (without a GPU's index) is an input of all but costs."""
     device = device.partition(":")[0]
     units = [*_cost_units(experiment, device), *_model_time_units(experiment, device)]
     units += [*_checkpoint_units(experiment, device), *_train_units(experiment, device)]
@@ -184,7 +184,7 @@ def _model_time_units(experiment: Experiment, device: str) -> list[Unit]:
 
 
 def _checkpoint_units(experiment: Experiment, device: str) -> list[Unit]:
-    """Quality of the checkpoint's own schedule, and of every variant beside it."""
+    """Quality of the checkpoint's own schedule and of every variant."""
     settings = experiment.checkpoint
     if settings is None:
         return []

@@ -22,8 +22,8 @@ class ModelVariant:
     Attributes:
         name: shown in the report, unique in an experiment.
         schedule: compress ratios by pattern, see `expand_schedule`: it fits models of any number of layers.
-        overlap, indexer: for all compressed layers, or by ratio such as ``{"16": true}``. What they do not name follows
-            the published rule: ratio 4 has both, others neither.
+        overlap, indexer: for all compressed layers, or by ratio such as ``{"16": true}``. Other ratios follow the
+            published rule: ratio 4 has both, all others have neither.
         index_topk: entries that an indexer selects; sliding_window: tokens.
         kv_record: how caches store an entry, ``plain`` or ``fp8_ds_mla``; affects bytes and times.
     """
@@ -72,7 +72,7 @@ def _by_ratio(value: bool | Mapping[str, bool] | None, ratios: list[int]) -> dic
 
 
 def default_name(fields: Mapping[str, object]) -> str:
-    """A name for a variant that has none: its schedule, and every other key it sets."""
+    """The default name of a variant: its schedule, and every other key it sets."""
     rest = [f"{key} {_short(value)}" for key, value in fields.items() if key not in ("name", "schedule")]
     return ", ".join([str(fields.get("schedule")), *rest])
 

@@ -85,7 +85,7 @@ def make_runner(config: ModelConfig, source: CheckpointSource, device: torch.dev
 
 
 def measure_own(settings: CheckpointSettings, device: torch.device, folder: Path) -> CheckpointResult:
-    """Quality under the checkpoint's own schedule; leaves its logits in ``folder`` for those of variants."""
+    """Quality under the checkpoint's own schedule; writes its logits to ``folder`` for comparison with variants."""
     config, source = open_source(settings)
     prompts = read_prompts(settings, config)
     runner = make_runner(config, source, device, max(map(len, prompts)))

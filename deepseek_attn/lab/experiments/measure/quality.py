@@ -20,7 +20,7 @@ def divergence(own: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def compare(own: list[torch.Tensor], found: list[torch.Tensor], prompts: list[list[int]]) -> CheckpointResult:
-    """Quality of the logits ``found``, ``[len, vocab]`` per prompt, relative to those of the ``own`` schedule.
+    """Quality of the logits ``found``, ``[len, vocab]`` per prompt, relative to the logits of the ``own`` schedule.
 
     Returns:
         ``loss`` in nats per token, ``kl`` in nats, ``top1`` agreement in [0, 1], and ``by_position``: the same for

@@ -22,9 +22,9 @@ class LayerRecall:
     """Values of one layer per query, as parts ``[queries]`` in [0, 1].
 
     Attributes:
-        token_mass: part of dense attention over all earlier tokens that falls on tokens the layer sees: those in its
-            window, and those that the entries it reads were compressed from.
-        entry_mass: part of the layer's attention over all visible entries that falls on the selected ones.
+        token_mass: share of dense attention over all earlier tokens on the tokens that the layer sees: tokens of its
+            window, and source tokens of the entries that it reads.
+        entry_mass: share of the layer's attention over all visible entries on the selected entries.
         found: part of the ``index_topk`` entries with the largest attention that the indexer selects; chance: the
             same for a random selection. These three are over queries with more visible entries than ``index_topk``.
     """
@@ -46,7 +46,7 @@ class LayerRecall:
         return {name: float(value.double().mean()) if len(value) else None for name, value in joined.items()}
 
     def add(self, call: AttentionCall) -> None:
-        """Adds the queries of a call of the layer: those of one new sequence."""
+        """Adds the queries of a call of the layer, which computes one new sequence."""
         spec, keys = self.layer.spec, call.kv.float()
         position = torch.arange(len(keys), device=keys.device)
         for block in query_blocks(self.layer, call, more_keys=len(keys)):

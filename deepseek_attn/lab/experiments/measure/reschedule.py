@@ -23,7 +23,7 @@ from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
 from deepseek_attn.checkpoint.stored_weights import read_float32
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 
-NO_WEIGHT = -1e4  # as a score: its softmax weight is exactly 0 beside any score that occurs
+NO_WEIGHT = -1e4  # a score whose softmax weight is exactly 0 in the presence of any real score
 
 _BRANCH = re.compile(r"layers\.(\d+)\.attn\.(compressor|indexer)\..+")
 

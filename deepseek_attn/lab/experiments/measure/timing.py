@@ -27,7 +27,7 @@ from deepseek_attn.utils.device import total_memory
 
 SLOW = 0.2  # seconds of a step: one measurement is enough
 MODES = ("decode", "prefill")
-SHARE = 0.6  # of the free memory, for caches and workspace; the rest is for weights and intermediate results
+SHARE = 0.6  # share of the free memory for caches and workspace; weights and intermediate results get the remainder
 
 
 def free_memory(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Two folders of results beside each other: the same variants, the same quantities."""
+"""Comparison of two folders of results: the same variants, the same quantities."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
 
 
 def draw_chance(axes: Axes, chance: float | None) -> None:
-    """A dashed line at what guessing reaches, named at its left end."""
+    """A dashed line at the chance level, named at its left end."""
     if chance is not None:
         axes.axhline(chance, color=MUTED, linestyle="--", linewidth=1, zorder=0)
         axes.annotate("chance", (0, chance), xycoords=("axes fraction", "data"), xytext=(2, 2), fontsize=8, color=MUTED,
@@ -184,7 +184,7 @@ def lines(
     Args:
         log: axes that are logarithmic: ``"x"``, whose values are context lengths, or ``"xy"``.
         whole: ``x`` counts something, so that ticks are whole numbers.
-        chance: what guessing reaches, drawn as a line.
+        chance: the chance level, drawn as a line.
     """
 
     def paint(axes: Axes) -> None:

@@ -39,7 +39,7 @@ def answers_of(variant: VariantReport, name: str) -> int | None:
 
 
 def chance_of(report: Report, name: str) -> float | None:
-    """What guessing reaches in a quality; None where nothing says it."""
+    """The chance level of a quality; None if unknown."""
     task, _, metric = name.partition(" ")
     found = [variant.get("tasks", {}).get(task, {}).get("chance") for variant in report["variants"]]
     return next((chance for chance in found if chance is not None), None) if metric == "accuracy" else None
@@ -52,7 +52,7 @@ def costs(report: Report) -> tuple[str, ...]:
 
 
 def context_of(report: Report, name: str) -> int | None:
-    """The longest context at which every variant that has this cost at all has it; None if there is none."""
+    """The longest context at which every variant with this cost has a value; None without such a context."""
     lengths = [
         {row["context"] for row in variant.get("cost", {}).get("contexts", []) if row.get(name) is not None}
         for variant in report["variants"]
@@ -122,7 +122,7 @@ class Point(NamedTuple):
 
 
 def measured(report: Report, quality: str, cost: str) -> list[Point]:
-    """The variants of which both are known, at the context that `context_of` says."""
+    """The variants with both values, at the context of `context_of`."""
     context, points = context_of(report, cost), []
     for variant in report["variants"]:
         price, value = cost_at(variant, cost, context), quality_of(variant, quality)

@@ -204,7 +204,7 @@ def _curve(curves: list[list[list[float]]]) -> list[list[float]]:
 
 
 def _average_rows(tables: list[list[Any]], keys: tuple[str, ...]) -> list[Any]:
-    """Means of rows that agree in ``keys``; a value that is None in one of them stays None."""
+    """Means of rows that agree in ``keys``; None if a row has None."""
     rows = []
     for group in zip(*tables, strict=False):
         row = {key: group[0][key] for key in keys}

@@ -17,7 +17,7 @@ from deepseek_attn.lab.experiments.define.results import (
 
 
 class Spread(TypedDict):
-    """One number over the seeds; ``std`` is that of a sample, 0 for one value."""
+    """One number over the seeds; ``std``: sample standard deviation, 0 for one value."""
 
     mean: float
     std: NotRequired[float]
@@ -161,14 +161,14 @@ class Difference(TypedDict):
 
 
 class Comparison(TypedDict):
-    """This report beside the report of another folder, ``name``, by variants of the same name."""
+    """Comparison of this report with the report of another folder, ``name``, by variants of the same name."""
 
     name: str
     rows: list[Difference]
 
 
 class UnitCounts(TypedDict):
-    """Number of pieces of work, of those that are done, their seconds, and the names of the others."""
+    """Number of units, number of finished units, their seconds, and the names of unfinished units."""
 
     total: int
     done: int

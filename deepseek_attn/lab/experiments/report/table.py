@@ -87,7 +87,7 @@ def note_of(report: Report, quality: str) -> str:
 
 
 def timing_note(report: Report) -> str:
-    """Says which contexts ``time_up_to`` leaves without times; empty where it leaves none."""
+    """Note on contexts without times because of ``time_up_to``; empty if all have times."""
     cost = report["cost_model"]
     if cost is None or cost["time_up_to"] >= max(cost["contexts"]):
         return ""

@@ -36,14 +36,14 @@ def check_documents(experiment: Experiment, folder: Path) -> None:
 def write_report(experiment: Experiment, folder: Path, device: str, against: Path | None = None) -> Report:
     """Writes ``report.json``, ``report.csv``, a document per variant and, where matplotlib is, ``report.html``.
 
-    Nothing older is left beside them: no page of other numbers, and no documents of variants that are gone. Files that
-    were not written here stay.
+    Older documents are removed: a page with other numbers, and documents of variants that no longer exist. Files of
+    other writers stay.
 
     Args:
         against: another folder of results, which is compared with this one.
 
     Raises:
-        ValueError: the folder is not this experiment's, or another file is in the place of one of them.
+        ValueError: the folder belongs to another experiment, or a document would replace a file of another writer.
     """
     check_documents(experiment, folder)
     check_folder(folder, experiment, make_units(experiment, device))

@@ -1,4 +1,4 @@
-"""The progress bar of an experiment, and how long the rest takes, judged by units of the same kind."""
+"""The progress bar of an experiment, and its remaining time, estimated from finished units of the same kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Progress:
     """Counts finished units; on a terminal, a bar shows what is running.
 
     Attributes:
-        left: units that are not finished; jobs: how many run at a time, except those that run alone.
+        left: unfinished units.
+        jobs: units that run at a time, except units that run alone.
     """
 
     def __init__(self, units: Iterable[Unit], jobs: int = 1):
@@ -43,7 +44,7 @@ class Progress:
         self.bar.update()
 
     def remaining(self) -> tuple[float, bool]:
-        """Seconds left for the kinds of units that have been seen, and whether those are all."""
+        """(seconds left for the kinds of units seen so far, whether these are all kinds)."""
         known = {kind: list(seconds) for kind, seconds in self._seconds.items()}
         for unit, state in self._running.items():
             if state.part > 0.05:

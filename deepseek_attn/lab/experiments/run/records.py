@@ -29,14 +29,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def make_folder(folder: Path, name: str) -> None:
-    """Makes a folder of results, empty but for the file that says whose it is."""
+    """Makes a folder of results with nothing but the file that names its experiment."""
     write_json(folder / OWNER, {"made_by": MADE_BY, "name": name})
 
 
 def check_folder(folder: Path, experiment: Experiment, units: Sequence[Unit]) -> None:
     """Refuses a folder whose contents are not this experiment's results: nothing in it is replaced or removed.
 
-    A folder without the file that says whose it is counts if it has a record of one of the ``units``.
+    A folder without the file that names its experiment counts if it has a record of one of the ``units``.
 
     Raises:
         ValueError: why it is not this experiment's.
@@ -58,7 +58,7 @@ def check_folder(folder: Path, experiment: Experiment, units: Sequence[Unit]) ->
 
 
 def read_owner(folder: Path) -> str | None:
-    """The name of the experiment whose results a folder was made for; None if nothing says so."""
+    """The name of the experiment whose results a folder holds; None if unknown."""
     try:
         owner = read_json(folder / OWNER, "results")
     except (OSError, ValueError):
@@ -89,7 +89,7 @@ def write_record(folder: Path, unit: Unit, result: Mapping[str, Any], seconds: f
 def read_record(folder: Path, unit: Unit) -> UnitRecord | None:
     """The record of a unit; None if it is absent, unreadable, altered (which is logged) or made from other inputs.
 
-    A file that is not on this machine is taken to be the one that the record was made from.
+    A file that is missing on this machine counts as unchanged since the record.
     """
     try:
         record = read_json(record_path(folder, unit), "record", max_bytes=None)

@@ -1,4 +1,4 @@
-"""Runs the units of an experiment, skips those that are done, and says how long the rest takes."""
+"""Runs the unfinished units of an experiment, and estimates the remaining time."""
 
 from __future__ import annotations
 
