@@ -8,7 +8,19 @@ import torch
 
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import MANY_ROWS
-from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, above, cdiv, equals, has, planner, up_to
+from deepseek_attn.kernels.common.plans import (
+    ANY,
+    Choice,
+    Row,
+    Table,
+    above,
+    at_least,
+    cdiv,
+    equals,
+    has,
+    planner,
+    up_to,
+)
 
 GROUPS = 8  # of splits; the partial sums of a group are added first, then those of four groups
 GROUPED_ROWS = 512  # rows from which a program computes whole groups, in a product with hundreds of columns
@@ -92,7 +104,7 @@ PRODUCTS = Table(
         Row(~BF16 & up_to("planned_rows", 16), _KERNEL, Float32ProductTiles(16, 32)),
         Row(~BF16, _KERNEL, Float32ProductTiles(32, 32)),
         Row(
-            GROUPED & above("columns", 64) & ONE_TERM & above("rows", 2 * GROUPED_ROWS - 1),
+            GROUPED & above("columns", 64) & ONE_TERM & at_least("rows", 2 * GROUPED_ROWS),
             _KERNEL,
             Float32ProductTiles(128, 64, 4),
         ),

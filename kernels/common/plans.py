@@ -72,11 +72,15 @@ def equals(field: str, value: Any) -> Condition[Any]:
 
 
 def above(field: str, value: float) -> Condition[Any]:
-    return Condition(f"{field} > {value:g}", lambda problem, gpu: getattr(problem, field) > value)
+    return Condition(f"{field} > {value}", lambda problem, gpu: getattr(problem, field) > value)
+
+
+def at_least(field: str, value: float) -> Condition[Any]:
+    return Condition(f"{field} >= {value}", lambda problem, gpu: getattr(problem, field) >= value)
 
 
 def up_to(field: str, value: float) -> Condition[Any]:
-    return Condition(f"{field} <= {value:g}", lambda problem, gpu: getattr(problem, field) <= value)
+    return Condition(f"{field} <= {value}", lambda problem, gpu: getattr(problem, field) <= value)
 
 
 HOPPER: Condition[Any] = Condition("hopper", lambda problem, gpu: gpu.hopper)

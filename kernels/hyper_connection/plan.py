@@ -14,7 +14,7 @@ from deepseek_attn.kernels.common.plans import (
     Choice,
     Row,
     Table,
-    above,
+    at_least,
     condition,
     has,
     kernel_planner,
@@ -91,7 +91,7 @@ def _post_tiles(most: int):
     return tiles
 
 
-MANY = above("tokens", MANY_TOKENS - 1)
+MANY = at_least("tokens", MANY_TOKENS)
 _VARIANTS = "h200_model.json: hc_post_pre_us"
 _GROUPS = "h200_narrow_products.json: rows_of_groups"
 
@@ -120,7 +120,7 @@ COLLAPSES = Table(
     {"hc_collapse_kernel": ANY},
     [
         Row(
-            above("tokens", MANY_TOKENS - 1) & ~has("batch_invariant"),
+            at_least("tokens", MANY_TOKENS) & ~has("batch_invariant"),
             "hc_collapse_kernel",
             CollapseTiles(128),
             _GROUPS,

@@ -82,12 +82,7 @@ def step_indices(
         tasks += cdiv(group.width, columns)
     if T:
         step_indices_kernel[(T, tasks)](
-            positions,
-            token_to_req,
-            is_valid,
-            decodes,
-            _table(token_table),
-            tokens,
+            *(positions, token_to_req, is_valid, decodes, _table(token_table), tokens),
             tuple(_table(group.block_table) for group in groups),
             tuple(outs),
             TOKENS=TokenShape(token_page, window, next_power_of_2(window)),
@@ -115,13 +110,7 @@ def compute_global_topk_indices_and_lens(
     out, lens = _rows(T, K, topk_indices.device)
     if T:
         entry_slots_kernel[(T,)](
-            topk_indices,
-            topk_indices.stride(0),
-            token_to_req,
-            is_valid,
-            _table(block_table),
-            out,
-            lens,
+            *(topk_indices, topk_indices.stride(0), token_to_req, is_valid, _table(block_table), out, lens),
             K=K,
             N=block_size,
             TILE=_tiles("compute_global_topk_indices_and_lens", out, T, K).columns,
@@ -152,14 +141,7 @@ def combine_topk_swa_indices(
         tiles = _tiles("combine_topk_swa_indices", out, T, width, c)
         workspace_indices_kernel[(T,)](
             WorkspaceRows(topk_indices, out, lens),
-            topk_indices.stride(0),
-            query_start_loc,
-            seq_lens,
-            gather_lens,
-            is_valid,
-            c,
-            M,
-            N,
+            *(topk_indices.stride(0), query_start_loc, seq_lens, gather_lens, is_valid, c, M, N),
             SHAPE=WorkspaceShape(width, window, ratio, topk, tiles.columns, tiles.requests),
             enable_fp_fusion=True,
         )

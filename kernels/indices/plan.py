@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Condition, KernelPlan, Row, Table, next_power_of_2, planner
+from deepseek_attn.kernels.common.plans import ANY, Row, Table, equals, kernel_planner, next_power_of_2
 
 TOKENS = 128  # of a program, where each token has one value
 MAX_COLUMNS = 1024  # of a program, where each token has a row
@@ -52,18 +52,9 @@ KERNELS = {
 """The kernel of each op."""
 
 
-def _computes(op: str) -> Condition[IndexProblem]:
-    return Condition(op, lambda problem, gpu: problem.op == op)
-
-
 INDICES = Table(
     "indices.index",
-    {kernel: _computes(op) for op, kernel in KERNELS.items()},
+    {kernel: equals("op", op) for op, kernel in KERNELS.items()},
     [Row(ANY, kernel, index_tiles) for kernel in KERNELS.values()],
 )
-
-
-@planner("indices.index")
-def plan(problem: IndexProblem, gpu: GPU) -> KernelPlan:
-    """One launch; a row of the result depends on its own token alone."""
-    return KernelPlan.of(INDICES.choose(problem, gpu), gpu)
+plan = kernel_planner(INDICES)  # a row of the result depends on its own token alone

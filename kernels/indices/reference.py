@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
 
 INT32_MAX = 2**31 - 1
@@ -182,11 +183,8 @@ def check_combine(
     M: int,
 ) -> None:
     """Raises ValueError when arguments of `combine_topk_swa_indices` disagree."""
-    if query_start_loc.shape != (c + 1,) or gather_lens.shape != (c,):
-        raise ValueError(
-            f"query_start_loc must be [c + 1] and gather_lens [c] for seq_lens [c]: got {tuple(query_start_loc.shape)} "
-            f"and {tuple(gather_lens.shape)} for c = {c}"
-        )
+    check("query_start_loc", query_start_loc, (c + 1,))
+    check("gather_lens", gather_lens, (c,))
     if T > 0 and c == 0:
         raise ValueError(f"{T} query rows but no request: seq_lens is empty")
     if min(window, ratio, topk) < 0 or not window + ratio:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
-from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
 from deepseek_attn.kernels.common.row_ops import fp8_rows, row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -48,10 +48,8 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     if not out.numel():
         return out
     if plan.rotation is None:
-        warps = plan.product.config.warps
-        absorb_queries_kernel[(programs, token_blocks)](
-            rows, SHAPE=shape, PDL=plan.pdl, enable_fp_fusion=True, num_warps=warps, launch_pdl=plan.pdl
-        )
+        options = launch_options(plan.product.config.warps, plan.pdl)
+        absorb_queries_kernel[(programs, token_blocks)](rows, SHAPE=shape, enable_fp_fusion=True, **options)
         return out
     # cuBLAS writes the latent channels of the result's rows, and the rotation fills their other channels
     (heads, nope, rank), warps = queries.weight.shape, plan.rotation.config.warps
@@ -140,11 +138,9 @@ def _project(latents: Tensor, weight: LatentWeight, quantize: bool, pow2_scales:
     project_values_kernel[(heads * cdiv(dim, tiles.values), cdiv(T, tiles.tokens))](
         rows,
         SHAPE=shape,
-        PDL=plan.pdl,
         enable_fp_fusion=True,
-        num_warps=tiles.warps,
         num_stages=tiles.stages,
-        launch_pdl=plan.pdl,
+        **launch_options(tiles.warps, plan.pdl),
     )
     return ProjectedValues(out, buffers)
 

@@ -16,8 +16,10 @@ from deepseek_attn.kernels.common.plans import (
     Row,
     Table,
     condition,
+    has,
     next_power_of_2,
     planner,
+    up_to,
 )
 from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
@@ -44,6 +46,11 @@ class LatentProblem:
     fp8_weight: bool
     quantize: bool = False
     batch_invariant: bool = False
+
+    @property
+    def token_tile(self) -> int:
+        """Tokens of a program: 8, 16, 32 or 64; 64 where the order of sums must not depend on their number."""
+        return 64 if self.batch_invariant else min(64, max(8, next_power_of_2(self.tokens)))
 
 
 class AbsorbTiles(NamedTuple):
@@ -113,11 +120,6 @@ def half_precision(problem: LatentProblem, gpu: GPU) -> bool:
 
 
 @condition
-def nope_fits(problem: LatentProblem, gpu: GPU) -> bool:
-    return problem.channels <= MAX_NOPE
-
-
-@condition
 def small_m(problem: LatentProblem, gpu: GPU) -> bool:
     """Few enough tokens that a launch which reads the weight once per 64 of them is faster than cuBLAS.
 
@@ -128,29 +130,9 @@ def small_m(problem: LatentProblem, gpu: GPU) -> bool:
 
 
 @condition
-def batch_invariant(problem: LatentProblem, gpu: GPU) -> bool:
-    return problem.batch_invariant
-
-
-@condition
-def fp8_weight(problem: LatentProblem, gpu: GPU) -> bool:
-    return problem.fp8_weight
-
-
-@condition
 def quantize(problem: LatentProblem, gpu: GPU) -> bool:
     """The values are wanted as FP8, and a head is one group of channels."""
     return problem.quantize and problem.channels == FP8_INPUT_GROUP
-
-
-@condition
-def up_to_16(problem: LatentProblem, gpu: GPU) -> bool:
-    return token_tile(problem) <= 16
-
-
-@condition
-def up_to_32(problem: LatentProblem, gpu: GPU) -> bool:
-    return token_tile(problem) <= 32
 
 
 @condition
@@ -162,27 +144,23 @@ def registers_hold_weights(problem: LatentProblem, gpu: GPU) -> bool:
     return gpu.capability[0] in (9, 10)
 
 
-def token_tile(problem: LatentProblem) -> int:
-    """Tokens of a program: 8, 16, 32 or 64; 64 where the order of sums must not depend on their number."""
-    return 64 if problem.batch_invariant else min(64, max(8, next_power_of_2(problem.tokens)))
-
-
 def absorb_tiles(problem: LatentProblem, gpu: GPU) -> AbsorbTiles:
     """A tile of an FP8 weight has one scale. Four warps: the launch with the indexer's heads needs them."""
-    return AbsorbTiles(WEIGHT_BLOCK, token_tile(problem), 1, 4)
+    return AbsorbTiles(WEIGHT_BLOCK, problem.token_tile, 1, 4)
 
 
 def value_tiles(
     values: int, rank: int, early: int, warps: int, stages: int = 3
 ) -> Callable[[LatentProblem, GPU], ValueTiles]:
     """Tiles of a row of `VALUES`, for as many tokens as the problem has."""
-    return lambda problem, gpu: ValueTiles(values, rank, token_tile(problem), early, warps, stages)
+    return lambda problem, gpu: ValueTiles(values, rank, problem.token_tile, early, warps, stages)
 
 
-one_launch = small_m | batch_invariant
+one_launch = small_m | has("batch_invariant")
+fp8_weight, up_to_32 = has("fp8_weight"), up_to("token_tile", 32)
 ABSORB = Table(
     "latent.absorb_queries",
-    {"absorb_queries_kernel": half_precision & nope_fits, "cuBLAS": ANY},
+    {"absorb_queries_kernel": half_precision & up_to("channels", MAX_NOPE), "cuBLAS": ANY},
     [
         Row(one_launch, "absorb_queries_kernel", absorb_tiles, "h100_tune_v32.json: latent.absorb_queries"),
         Row(ANY, "cuBLAS", source="h100_tune_v32.json: latent.absorb_queries"),
@@ -198,7 +176,7 @@ VALUES = Table(
         Row(one_launch & fp8_weight, "project_values_kernel", value_tiles(64, 128, 4, 4)),
         Row(one_launch & quantize & up_to_32, "project_values_kernel", value_tiles(128, 512, 1, 8)),
         Row(one_launch & quantize, "project_values_kernel", value_tiles(128, 128, 4, 8)),
-        Row(one_launch & up_to_16, "project_values_kernel", value_tiles(64, 512, 1, 4)),
+        Row(one_launch & up_to("token_tile", 16), "project_values_kernel", value_tiles(64, 512, 1, 4)),
         Row(one_launch & up_to_32, "project_values_kernel", value_tiles(64, 128, 2, 4)),
         Row(one_launch, "project_values_kernel", value_tiles(64, 128, 4, 4)),
         Row(ANY, "cuBLAS", source=MEASURED_VALUES),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
 from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentQueries, LatentWeight, ProjectedValues
 
@@ -48,30 +49,23 @@ def check_queries(queries: LatentQueries) -> None:
     q, weight, cos_sin, positions, padded_heads, out = queries
     _check_weight("[heads, nope, rank] in the dtype of q", weight, q)
     (heads, nope, rank), rope = weight.shape, cos_sin.shape[1]
-    if q.dim() != 2 or q.shape[1] != heads * (nope + rope) or q.stride(1) != 1 or padded_heads < heads:
+    check("q", q, ("T", heads * (nope + rope)), rows=True)
+    if padded_heads < heads or rope % 2:
         raise ValueError(
-            f"need q [T, {heads} * ({nope} + {rope})] with contiguous rows and padded_heads >= {heads}, got "
-            f"{tuple(q.shape)}, strides {q.stride()}, and {padded_heads}"
+            f"need padded_heads >= {heads} and an even number of rotated channels, got {padded_heads} and {rope}"
         )
-    if positions.shape != (len(q),) or rope % 2 or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
-        raise ValueError(
-            f"need {len(q)} positions and a contiguous float32 cos_sin table of an even number of channels, got "
-            f"{tuple(positions.shape)} and {tuple(cos_sin.shape)} {cos_sin.dtype}"
-        )
-    shape = (len(q), padded_heads, rank + rope)
-    if out is not None and (out.shape != shape or out.dtype != q.dtype or out.stride(2) != 1):
-        raise ValueError(f"out must be {shape} {q.dtype} with contiguous channels, got {tuple(out.shape)} {out.dtype}")
+    check("positions", positions, (len(q),))
+    check("cos_sin", cos_sin, ("positions", rope), torch.float32, contiguous=True)
+    check("out", out, (len(q), padded_heads, rank + rope), q.dtype, rows=True)
 
 
 def check_latents(latents: Tensor, weight: LatentWeight) -> None:
     """Raises ValueError unless latents have the heads and channels of the weight."""
     _check_weight("[heads, v_head_dim, rank] in the dtype of the latents", weight, latents)
     heads, _, rank = weight.shape
-    if latents.dim() != 3 or latents.shape[1] < heads or latents.shape[2] != rank or latents.stride(2) != 1:
-        raise ValueError(
-            f"latents must be [T, at least {heads}, {rank}] with contiguous channels, got {tuple(latents.shape)}, "
-            f"strides {latents.stride()}"
-        )
+    check("latents", latents, ("T", f"at least {heads}", rank), rows=True)
+    if latents.shape[1] < heads:
+        raise ValueError(f"latents must have at least {heads} heads, got {list(latents.shape)}")
 
 
 def _check_weight(expected: str, weight: LatentWeight, x: Tensor) -> None:

@@ -129,13 +129,13 @@ def _launch_triton(plan: LinearPlan, product: ProductPlan, operands: Operands, g
         outs,
         tuple(segment.weight for segment in plain),
         plain_outs,
-        _scratch(product, x, x, plain_rows=config.plain_rows),
+        _scratch(product, x, x),
         M,
         CONSTANTS=LinearConstants(
             K, config.tokens, config.stages, config.prefetched_blocks, pow2_scales, plan.gpu.native_fp8, plan.gpu.pdl
         ),
         FP8=WeightFormat(tiles, config.rows, group, True, mode, *dot),
-        PLAIN=WeightFormat(plain_tiles, config.plain_rows, PLAIN_CHANNELS, False, "plain", *plain_dot),
+        PLAIN=WeightFormat(plain_tiles, config.rows, PLAIN_CHANNELS, False, "plain", *plain_dot),
         enable_fp_fusion=True,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -246,19 +246,17 @@ _LAUNCHES = {
 }
 
 
-def _scratch(product: ProductPlan, x: Tensor, unused: Tensor | None, plain_rows: int | None = None) -> SplitScratch:
+def _scratch(product: ProductPlan, x: Tensor, unused: Tensor | None) -> SplitScratch:
     """Memory for the split-K partials of each tile; none, and ``unused`` as counters, where nothing is split."""
     config = product.choice.config
 
-    def partials(tiles: WeightTiles, rows: int) -> Tensor | None:
-        size = tiles.TILES * product.token_tiles * tiles.SPLITS * rows * config.tokens if tiles.SPLITS > 1 else 0
+    def partials(tiles: WeightTiles) -> Tensor | None:
+        size = tiles.TILES * product.token_tiles * tiles.SPLITS * config.rows * config.tokens if tiles.SPLITS > 1 else 0
         return torch.empty(size, dtype=torch.float32, device=x.device) if size else None
 
     is_split = max(product.fp8.SPLITS, product.plain.SPLITS) > 1
     counters = counters_of(x.device) if is_split else unused
-    return SplitScratch(
-        partials(product.fp8, config.rows), partials(product.plain, plain_rows or config.rows), counters
-    )
+    return SplitScratch(partials(product.fp8), partials(product.plain), counters)
 
 
 def _memory(product: ProductPlan, operands: Operands, unused: Tensor | None) -> HopperMemory:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
+from deepseek_attn.kernels.common.checks import INTS, check, check_quantized
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
+from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.quant import InputFormat, QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment
 from deepseek_attn.kernels.linear.launch import Rope, launch, quantize_rows
@@ -23,11 +24,11 @@ from deepseek_attn.kernels.linear.plan import LinearProblem, LinearWeight, plan,
 
 def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None = None) -> list[Tensor]:
     """See `deepseek_attn.kernels.linear.multi_linear`; no FP4 weights."""
-    _check_input(x)
+    check("x", x, ("M", "K"), FLOATS)
     for segment in segments:
         _check_segment(segment, x)
     if quantized is not None:
-        _check_quantized(quantized, x)
+        check_quantized("quantised x", quantized, x.shape)
     if not len(x) or not segments:
         return [x.new_empty(len(x), len(one.weight), dtype=one.out_dtype or x.dtype) for one in segments]
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -37,7 +38,7 @@ def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRow
 
 def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
     """See `deepseek_attn.kernels.linear.quantize_input`; on a GPU with FP8 (from 8.9 on) or without."""
-    _check_input(x)
+    check("x", x, ("M", "K"), FLOATS)
     if x.shape[1] % FP8_INPUT_GROUP:
         raise ValueError(f"x must have a multiple of {FP8_INPUT_GROUP} channels, got {tuple(x.shape)}")
     return quantize_rows(x if x.stride(1) == 1 else x.contiguous(), pow2_scales)
@@ -135,20 +136,11 @@ def _pow2_scales(segments: Sequence[Segment]) -> bool:
     return rules != {False}
 
 
-def _check_input(x: Tensor) -> None:
-    if x.dim() != 2 or x.dtype not in FLOATS:
-        raise ValueError(f"x must be [M, K] float32, bfloat16 or float16, got {tuple(x.shape)} {x.dtype}")
-
-
 def _check_segment(segment: Segment, x: Tensor) -> None:
-    weight = segment.weight
     if segment.scale is not None:
         check_fp8_weight(segment, x.shape[1])
-    elif weight.dtype not in FLOATS or weight.shape[1:] != x.shape[1:] or not weight.is_contiguous():
-        raise ValueError(
-            f"a weight without a scale must be a contiguous float32, bfloat16 or float16 [N, {x.shape[1]}], got "
-            f"{tuple(weight.shape)} {weight.dtype}, strides {weight.stride()}"
-        )
+    else:
+        check("a weight without a scale", segment.weight, ("N", x.shape[1]), FLOATS, contiguous=True)
     if segment.out_dtype not in (None, *FLOATS):
         raise ValueError(f"outputs are float32, bfloat16 or float16, got {segment.out_dtype}")
 
@@ -156,58 +148,27 @@ def _check_segment(segment: Segment, x: Tensor) -> None:
 def check_fp8_weight(segment: Segment, K: int) -> None:
     """Raises ValueError unless a segment has an FP8 weight of ``K`` channels with block scales."""
     weight, scale, group = segment.weight, segment.scale, segment.input_format.group
-    if (
-        scale is None
-        or weight.dtype != torch.float8_e4m3fn
-        or scale.dtype != torch.float32
-        or not scale.is_contiguous()
-    ):
+    if scale is None or weight.dtype == torch.uint8:
         raise ValueError(
-            f"a quantised weight must be float8_e4m3fn with contiguous float32 scales, got {weight.dtype} with "
-            f"{None if scale is None else scale.dtype}; kernels.linear.reference computes with packed FP4"
+            f"a quantised weight must be float8_e4m3fn with scales, got {weight.dtype} "
+            f"{'without' if scale is None else 'with'} scales; kernels.linear.reference computes with packed FP4"
         )
-    if weight.dim() != 2 or weight.shape[1] != K or not weight.is_contiguous():
-        raise ValueError(
-            f"a weight must be a contiguous [N, {K}], got {tuple(weight.shape)}, strides {weight.stride()}"
-        )
-    grid = tuple(triton.cdiv(size, group) for size in weight.shape)
-    if tuple(scale.shape) != grid:
-        raise ValueError(f"scale {list(scale.shape)} does not fit weight {list(weight.shape)}: expected {list(grid)}")
+    check("a quantised weight", weight, ("N", K), torch.float8_e4m3fn, contiguous=True)
+    grid = tuple(cdiv(size, group) for size in weight.shape)
+    check(f"scale of weight {list(weight.shape)}", scale, grid, torch.float32, contiguous=True)
     if segment.input_format.fp8 and K % group:
         raise ValueError(f"FP8 inputs need a multiple of {group} channels, got {K}")
 
 
-def _check_quantized(quantized: QuantizedRows, x: Tensor) -> None:
-    values, scale = quantized.values, quantized.scale
-    shape, grid = tuple(x.shape), (len(x), x.shape[1] // FP8_INPUT_GROUP)
-    if tuple(values.shape) != shape or values.dtype != torch.float8_e4m3fn or values.stride(1) != 1:
-        raise ValueError(
-            f"quantised x must be {shape} float8_e4m3fn with contiguous rows, got {tuple(values.shape)} {values.dtype}"
-        )
-    if tuple(scale.shape) != grid or scale.dtype != torch.float32 or (len(x) > 1 and scale.stride(0) != 1):
-        raise ValueError(
-            f"scales of quantised x must be {grid} float32 with stride 1 along the rows, as quantize_input makes them; "
-            f"got {tuple(scale.shape)} {scale.dtype} with strides {scale.stride()}"
-        )
-
-
 def _checked_shape(o: Tensor, groups: int, positions: Tensor | None, cos_sin: Tensor | None) -> tuple[int, int, int]:
-    if o.dim() != 3 or o.dtype not in FLOATS or o.shape[1] % groups:
-        raise ValueError(
-            f"o must be [M, H, d] float32, bfloat16 or float16 with a multiple of {groups} heads, got "
-            f"{tuple(o.shape)} {o.dtype}"
-        )
+    check("o", o, ("M", "H", "d"), FLOATS)
+    M, H, d = o.shape
+    if H % groups:
+        raise ValueError(f"o must have a multiple of {groups} heads, got {H}")
     if (positions is None) != (cos_sin is None):
         raise ValueError("positions and cos_sin go together: give both, or neither to leave the heads unrotated")
-    M, H, d = o.shape
-    if positions is None or cos_sin is None:
-        return M, H, d
-    if positions.shape != (M,) or positions.is_floating_point():
-        raise ValueError(f"positions must be integers [{M}], got {tuple(positions.shape)} {positions.dtype}")
-    if cos_sin.dim() != 2 or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous() or cos_sin.shape[1] > d:
-        raise ValueError(
-            f"cos_sin must be a contiguous float32 [positions, at most {d}], got {tuple(cos_sin.shape)} {cos_sin.dtype}"
-        )
-    if d % 2 or cos_sin.shape[1] % 2:
+    check("positions", positions, (M,), INTS)
+    check("cos_sin", cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
+    if cos_sin is not None and (d % 2 or cos_sin.shape[1] % 2 or cos_sin.shape[1] > d):
         raise ValueError(f"pairs of channels are rotated: d and rope_dim must be even, got {d} and {cos_sin.shape[1]}")
     return M, H, d

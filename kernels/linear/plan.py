@@ -24,10 +24,14 @@ from deepseek_attn.kernels.common.plans import (
     KernelPlan,
     Row,
     Table,
+    at_least,
     cdiv,
     condition,
+    has,
+    kernel_planner,
     next_power_of_2,
     planner,
+    up_to,
 )
 from deepseek_attn.kernels.common.quant import InputFormat
 
@@ -119,6 +123,11 @@ class LinearProblem:
         return sum(weight.rows for weight in self.fp8)
 
     @property
+    def weight_values(self) -> int:
+        """Values of the FP8 weights, for one group."""
+        return self.rows * self.channels
+
+    @property
     def plain_rows(self) -> int:
         """Rows of the plain weights."""
         return sum(weight.rows for weight in self.plain)
@@ -133,7 +142,7 @@ class LinearTiles(NamedTuple):
     """Configuration of a launch of `multi_linear_kernel`.
 
     Attributes:
-        tokens, rows: tokens and weight rows of a program's tile; plain_rows: weight rows for plain weights.
+        tokens, rows: tokens and weight rows of a program's tile.
         splits, plain_splits: split-K, the number of programs that share the channels of a tile.
         warps, stages: of a program.
         prefetched_blocks: blocks of weights that a program reads before the previous kernel has ended.
@@ -142,7 +151,6 @@ class LinearTiles(NamedTuple):
     tokens: int
     rows: int = 64
     splits: int = 1
-    plain_rows: int = 64
     plain_splits: int = 1
     warps: int = 4
     stages: int = 3
@@ -257,7 +265,7 @@ def _row_multiple(problem: LinearProblem) -> int:
 @condition
 def streams_weights(problem: LinearProblem, gpu: GPU) -> bool:
     """Weights of 32 MiB or more: a ring is set up before smaller ones are read. Inputs of more than 64 KiB lose."""
-    return problem.rows * problem.channels >= 1 << 25 and problem.blocks * _decode_tokens(problem) <= 512
+    return problem.weight_values >= 1 << 25 and problem.blocks * _decode_tokens(problem) <= 512
 
 
 @condition
@@ -270,18 +278,6 @@ def fills_gpu(problem: LinearProblem, gpu: GPU) -> bool:
 def fills_gpu_with_halves(problem: LinearProblem, gpu: GPU) -> bool:
     """Nine of ten multiprocessors get a tile of 64 rows, or more, whose blocks of channels are read in pairs."""
     return _almost_fill(2 * cdiv(problem.rows, 128), gpu) and problem.blocks % 2 == 0
-
-
-@condition
-def long_jobs(problem: LinearProblem, gpu: GPU) -> bool:
-    """Weights of 64 MiB or more: reading them takes longer than the next kernel gains by starting early."""
-    return problem.rows * problem.channels >= 1 << 26
-
-
-@condition
-def few_channels(problem: LinearProblem, gpu: GPU) -> bool:
-    """Up to 1024; V3.2's queries, of 1536, take 1.02 of a layer's time with `linear_triton`."""
-    return problem.blocks <= 8
 
 
 @condition
@@ -312,27 +308,16 @@ def long_sums(problem: LinearProblem, gpu: GPU) -> bool:
     return tokens > 64 and K >= 16384 and rows == 64 and gpu.multiprocessors // _hopper_tiles(problem, 64, 128) == 1
 
 
-@condition
-def wide(problem: LinearProblem, gpu: GPU) -> bool:
-    """Rows enough for programs of all channels."""
-    return problem.rows >= 32768
-
-
-@condition
-def wide_plain(problem: LinearProblem, gpu: GPU) -> bool:
-    """Plain weights alone, such as a head, with rows enough for programs of all channels."""
-    return not problem.fp8 and problem.plain_rows >= 32768
-
-
-@condition
-def up_to_8_tokens(problem: LinearProblem, gpu: GPU) -> bool:
-    """The time is that of reading the weights; so it is up to 32 tokens."""
-    return problem.planned_tokens <= 8
-
-
-@condition
-def up_to_32_tokens(problem: LinearProblem, gpu: GPU) -> bool:
-    return problem.planned_tokens <= 32
+UP_TO_8, UP_TO_32 = up_to("planned_tokens", 8), up_to("planned_tokens", 32)
+"""The time is that of reading the weights."""
+LONG_JOBS = at_least("weight_values", 1 << 26)
+"""Reading FP8 weights of 64 MiB or more takes longer than the next kernel gains by starting early."""
+FEW_CHANNELS = up_to("channels", 1024)
+"""V3.2's queries, of 1536, take 1.02 of a layer's time with `linear_triton`."""
+WIDE = at_least("rows", 1 << 15)
+"""Rows enough for programs of all channels."""
+WIDE_PLAIN = up_to("rows", 0) & at_least("plain_rows", 1 << 15)
+"""The same of plain weights alone, such as a head."""
 
 
 # --- configurations ---
@@ -451,7 +436,7 @@ def _triton_config(
     # GPUs have 163 KiB of shared memory and more, or 99 KiB; some of it is used otherwise
     little = gpu.capability[0] == 12 or (8, 0) < gpu.capability < (9, 0)
     stages = max(2, min(stages, 1 + ((80 if little else 144) << 10) // stage))
-    return LinearTiles(tokens, rows, splits, rows, plain_splits, warps, stages, early)
+    return LinearTiles(tokens, rows, splits, plain_splits, warps, stages, early)
 
 
 def tiles_of_all_channels(problem: LinearProblem, gpu: GPU) -> LinearTiles:
@@ -490,6 +475,8 @@ def tiles_of_many_tokens(problem: LinearProblem, gpu: GPU) -> LinearTiles:
 
 
 DECODE, HOPPER, TRITON = "linear_decode_hopper_kernel", "linear_hopper_kernel", "multi_linear_kernel"
+DECODE_DATA, LAYERS = "h200_few_tokens.json: rows", "h200_layer_choices.json: rows"
+TUNED = "h100_tune_v4_flash.json: linear.products"
 LIBRARY: Table[LinearProblem] = Table(
     "linear.library",
     {"cuBLAS": one_product_of_cublas, TRITON: ANY},
@@ -503,23 +490,20 @@ PRODUCTS: Table[LinearProblem] = Table(
     "linear.products",
     {DECODE: decode_products, HOPPER: hopper_products, TRITON: ANY},
     [
-        Row(streams_weights & fills_gpu & long_jobs, DECODE, whole_ring, "h200_few_tokens.json: rows"),
-        Row(streams_weights & fills_gpu & few_channels, DECODE, half_ring, "h200_few_tokens.json: rows"),
-        Row(
-            streams_weights & ~fills_gpu & fills_gpu_with_halves, DECODE, ring_of_half_tiles,
-            "h200_few_tokens.json: rows",
-        ),
-        Row(streams_weights & ~fills_gpu & ~fills_gpu_with_halves, DECODE, half_ring, "h200_few_tokens.json: rows"),
-        Row(quantizes_output, HOPPER, tiles_of_scaled_output, "h200_layer_choices.json: rows"),
-        Row(long_sums, HOPPER, tiles_of_long_sums, "h200_layer_choices.json: rows"),
-        Row(~up_to_8_tokens, HOPPER, tiles_at_once, "h200_layer_choices.json: rows"),
-        Row(wide & up_to_32_tokens, TRITON, tiles_of_all_channels, "h200_wide_linears.json: rows"),
-        Row(wide_plain & up_to_32_tokens, TRITON, tiles_read_early, "h100_tune_v4_flash.json: linear.products"),
-        Row(up_to_8_tokens, TRITON, tiles_read_early, "h200_layer_linears.json: rows"),
-        Row(up_to_32_tokens, TRITON, tiles_in_splits, "h100_tune_v4_flash.json: linear.products"),
+        Row(streams_weights & fills_gpu & LONG_JOBS, DECODE, whole_ring, DECODE_DATA),
+        Row(streams_weights & fills_gpu & FEW_CHANNELS, DECODE, half_ring, DECODE_DATA),
+        Row(streams_weights & ~fills_gpu & fills_gpu_with_halves, DECODE, ring_of_half_tiles, DECODE_DATA),
+        Row(streams_weights & ~fills_gpu & ~fills_gpu_with_halves, DECODE, half_ring, DECODE_DATA),
+        Row(quantizes_output, HOPPER, tiles_of_scaled_output, LAYERS),
+        Row(long_sums, HOPPER, tiles_of_long_sums, LAYERS),
+        Row(~UP_TO_8, HOPPER, tiles_at_once, LAYERS),
+        Row(WIDE & UP_TO_32, TRITON, tiles_of_all_channels, "h200_wide_linears.json: rows"),
+        Row(WIDE_PLAIN & UP_TO_32, TRITON, tiles_read_early, TUNED),
+        Row(UP_TO_8, TRITON, tiles_read_early, "h200_layer_linears.json: rows"),
+        Row(UP_TO_32, TRITON, tiles_in_splits, TUNED),
         Row(ANY, TRITON, tiles_of_many_tokens),
     ],
-)  # fmt: skip
+)
 
 
 # --- the input ---
@@ -534,6 +518,11 @@ class QuantizeProblem:
     rotated: bool = False
     batch_invariant: bool = False
 
+    @property
+    def planned_rows(self) -> int:
+        """Rows that the launch is configured for."""
+        return MANY_ROWS if self.batch_invariant else self.rows
+
 
 class QuantizeTiles(NamedTuple):
     """Configuration of a launch of `quantize_input_kernel`: rows and channels of a program, and its warps."""
@@ -543,41 +532,22 @@ class QuantizeTiles(NamedTuple):
     warps: int
 
 
-@condition
-def up_to_64_rows(problem: QuantizeProblem, gpu: GPU) -> bool:
-    return problem.rows <= 64 and not problem.batch_invariant
-
-
-@condition
-def rotated(problem: QuantizeProblem, gpu: GPU) -> bool:
-    return problem.rotated
-
-
 def tiles_of(rows: int, channels: int, warps: int) -> Callable[[QuantizeProblem, GPU], QuantizeTiles]:
     """Tiles of at most ``channels`` channels."""
     return lambda problem, gpu: QuantizeTiles(rows, min(channels, max(128, next_power_of_2(problem.channels))), warps)
 
 
+QUANTIZED_DATA = "h100_tune_v4_flash.json: linear.quantize_input"
 QUANTIZERS: Table[QuantizeProblem] = Table(
     "linear.quantize_input",
     {"quantize_input_kernel": ANY},
     [
-        Row(
-            up_to_64_rows,
-            "quantize_input_kernel",
-            tiles_of(2, 256, 4),
-            "h100_tune_v4_flash.json: linear.quantize_input",
-        ),
-        Row(rotated, "quantize_input_kernel", tiles_of(4, 512, 2)),
-        Row(ANY, "quantize_input_kernel", tiles_of(8, 512, 4), "h100_tune_v4_flash.json: linear.quantize_input"),
+        Row(up_to("planned_rows", 64), "quantize_input_kernel", tiles_of(2, 256, 4), QUANTIZED_DATA),
+        Row(has("rotated"), "quantize_input_kernel", tiles_of(4, 512, 2)),
+        Row(ANY, "quantize_input_kernel", tiles_of(8, 512, 4), QUANTIZED_DATA),
     ],
 )
-
-
-@planner("linear.quantize_input")
-def plan_quantize(problem: QuantizeProblem, gpu: GPU) -> KernelPlan:
-    """One launch; a row's values depend on nothing else."""
-    return KernelPlan.of(QUANTIZERS.choose(problem, gpu), gpu)
+plan_quantize = kernel_planner(QUANTIZERS)  # a row's values depend on nothing else
 
 
 # --- the plan of an op ---
@@ -725,8 +695,7 @@ def _product(problem: LinearProblem, places: tuple[int, ...], gpu: GPU) -> Produ
     choice = PRODUCTS.choose(problem, gpu)
     config, splits, plain_splits = choice.config, choice.config.splits, getattr(choice.config, "plain_splits", 1)
     token_tiles, blocks = cdiv(problem.tokens, config.tokens), problem.blocks
-    plain_rows = config.plain_rows if choice.kernel == TRITON else config.rows
-    fp8, plain = _tiled(problem.fp8, config.rows, problem.groups), _tiled(problem.plain, plain_rows)
+    fp8, plain = _tiled(problem.fp8, config.rows, problem.groups), _tiled(problem.plain, config.rows)
     warpgroups = config.warpgroups if choice.kernel == HOPPER else 1
     if problem.batch_invariant or (fp8.TILES + plain.TILES) * token_tiles * warpgroups > COUNTERS:
         splits = plain_splits = 1

@@ -10,12 +10,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
-from deepseek_attn.kernels.common.plans import Choice, cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import Choice, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat
-from deepseek_attn.kernels.moe.checks import check_experts, check_route, check_swiglu
+from deepseek_attn.kernels.moe.checks import check_experts, check_route
 from deepseek_attn.kernels.moe.experts_triton import (
     CombinedPairs,
     GroupedProduct,
@@ -76,8 +77,7 @@ def moe_route(
     if T == 0:
         return experts, weights
     plan = plan_route(RouteProblem(T, D, E), gpu(x.device))
-    split, warps = plan.choice.config
-    logits = float32_product(x, weight, split)
+    logits = float32_product(x, weight, plan.choice.config.block)
     table, token_ids = hashed or (None, None)
     moe_select_kernel[(T,)](
         RouterRows(logits.sums, bias, table, token_ids, experts, weights, float(factor), *(own or (0, E))),
@@ -96,7 +96,7 @@ def moe_route(
             PDL=plan.pdl,
         ),
         enable_fp_fusion=True,
-        num_warps=warps,
+        num_warps=plan.choice.config.warps,
         launch_pdl=plan.pdl,
     )
     return experts, weights
@@ -104,17 +104,16 @@ def moe_route(
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """See `kernels.moe.swiglu`."""
-    check_swiglu(gate, up)
+    check("up", up, gate.shape)
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     size = out.numel()
     if size:
         plan = plan_swiglu(ValuesProblem(size), gpu(gate.device))
-        block, warps = plan.choice.config
+        block = plan.choice.config.block
         swiglu_kernel[(cdiv(size, block),)](
-            gate, up, out, float(limit), size, CLAMP=limit > 0, BLOCK=block, PDL=plan.pdl,
-            enable_fp_fusion=True, num_warps=warps, launch_pdl=plan.pdl,
-        )  # fmt: skip
+            gate, up, out, float(limit), size, CLAMP=limit > 0, BLOCK=block, enable_fp_fusion=True, **plan.options
+        )
     return out
 
 
@@ -172,10 +171,8 @@ def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
         TOPK_PADDED=next_power_of_2(topk),
         WEIGH=arguments.weigh_output,
         BLOCK=block,
-        PDL=plan.pdl,
         enable_fp_fusion=True,
-        num_warps=warps,
-        launch_pdl=plan.pdl,
+        **launch_options(warps, plan.pdl),
     )
 
 
@@ -205,7 +202,7 @@ def group_pairs(routing: PairRouting, count: int, tile: int, size: LaunchSize, p
     counts, sorted_pairs, tile_expert = (
         torch.empty(length, dtype=torch.int32, device=device) for length in (count, tiles * tile, tiles)
     )
-    options = {"BLOCK": size.block, "PDL": pdl, "num_warps": size.warps, "launch_pdl": pdl}
+    options = {"BLOCK": size.block} | launch_options(size.warps, pdl)
     count_pairs_kernel[(count,)](experts, counts, pairs, enable_fp_fusion=True, **options)
     place_pairs_kernel[(count,)](
         experts, counts, sorted_pairs, tile_expert, pairs, tiles, E=count, E_PADDED=next_power_of_2(count), TILE=tile,
@@ -226,20 +223,15 @@ def _product_input(
         scale = torch.empty(R, cdiv(K, group), dtype=torch.float32, device=x.device)
     block, warps = choice.config
     prepare_inputs_kernel[(R, cdiv(K, block))](
-        x,
-        values,
-        scale,
-        x.stride(0),
+        *(x, values, scale, x.stride(0)),
         K=K,
         BLOCK=block,
         QUANTIZE=factors.quantize,
         POW2=input_format.pow2_scales,
         EVENS_FIRST=factors.weights == "fp4",
         FP8_GROUP=group,
-        PDL=plan.pdl,
         enable_fp_fusion=True,
-        num_warps=warps,
-        launch_pdl=plan.pdl,
+        **launch_options(warps, plan.pdl),
     )
     return ProductInput(values, scale, K)
 

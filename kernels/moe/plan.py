@@ -16,14 +16,17 @@ from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import (
     ANY,
     Choice,
-    Condition,
-    KernelPlan,
     Row,
     Table,
+    at_least,
     cdiv,
     condition,
+    equals,
+    has,
+    kernel_planner,
     next_power_of_2,
     planner,
+    up_to,
 )
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
@@ -178,17 +181,6 @@ def _fits_hopper(problem: ExpertsProblem, gpu: GPU) -> bool:
 
 
 @condition
-def _tiles_may_vary(problem: ExpertsProblem, gpu: GPU) -> bool:
-    """Tiles of `experts_hopper_kernel` follow from the routing of all rows: such sums are not batch invariant."""
-    return not problem.batch_invariant
-
-
-@condition
-def _fp4(problem: ExpertsProblem, gpu: GPU) -> bool:
-    return problem.weights == "fp4"
-
-
-@condition
 def _float32_factors(problem: ExpertsProblem, gpu: GPU) -> bool:
     return expert_factors(problem, gpu).dtype == torch.float32
 
@@ -204,17 +196,10 @@ def _wide_gpu(problem: ExpertsProblem, gpu: GPU) -> bool:
     return gpu.capability[0] in (9, 10)
 
 
-@condition
-def _one_tile(problem: ExpertsProblem, gpu: GPU) -> bool:
-    return problem.pairs <= 8
-
-
-def _load_up_to(load: float) -> Condition[ExpertsProblem]:
-    return Condition(f"load <= {load:g}", lambda problem, gpu: problem.load <= load)
-
-
+FP4 = equals("weights", "fp4")
 HOPPER, PORTABLE = "experts_hopper_kernel", "grouped_product_kernel"
 _SWIGLU = "h100_tune_v32.json: moe.swiglu"
+_FP8_LOADS = "h200_experts.json: rows"
 _FEW_TOKENS, _TILES_CHANGE = "h100_experts.json: few_tokens", "h100_experts.json: where_tiles_change"
 
 # Hopper, few rows: several programs per multiprocessor hide latency, and weight rows are read 128 bytes at a time. For
@@ -222,33 +207,29 @@ _FEW_TOKENS, _TILES_CHANGE = "h100_experts.json: few_tokens", "h100_experts.json
 # that they multiply, and have registers for 128 of them. Many: only two have registers for 192. An expert whose rows
 # exceed the largest tile is read twice: a row ends where that becomes common. FP8 weights, twice the bytes, always take
 # the largest tiles; where these would be mostly empty, FP8 takes `grouped_product_kernel`.
+# Tiles follow from the routing of all rows: such sums are not batch invariant.
 PRODUCTS = Table(
     "moe.products",
-    {HOPPER: _fits_hopper & _tiles_may_vary, PORTABLE: ANY},
+    {HOPPER: _fits_hopper & ~has("batch_invariant"), PORTABLE: ANY},
     [
-        Row(_fp4 & _load_up_to(0.3), HOPPER, HopperExpertTiles((8,), 8, 8, 3, 1, channels=256), _FEW_TOKENS),
-        Row(_fp4 & _load_up_to(2), HOPPER, HopperExpertTiles((8,), 8, 8, 2, channels=256), _TILES_CHANGE),
-        Row(_fp4 & _load_up_to(22), HOPPER, HopperExpertTiles((8, 16, 32), 32, 8, 2, channels=256), _TILES_CHANGE),
-        Row(_fp4 & _load_up_to(54), HOPPER, HopperExpertTiles((32, 64), 64, 8, 1, 3), _TILES_CHANGE),
-        Row(_fp4 & _load_up_to(122), HOPPER, HopperExpertTiles((32, 64, 96, 128), 64, 8, 1, 3, False), _TILES_CHANGE),
-        Row(_fp4, HOPPER, HopperExpertTiles((32, 64, 96, 128, 160, 192), 64, 6), _TILES_CHANGE),
-        Row(
-            Condition("load >= 64", lambda problem, gpu: problem.load >= 64),
-            HOPPER,
-            HopperExpertTiles((32, 64, 96, 128, 160, 192), 64, 6),
-            "h200_experts.json: rows",
-        ),
+        Row(FP4 & up_to("load", 0.3), HOPPER, HopperExpertTiles((8,), 8, 8, 3, 1, channels=256), _FEW_TOKENS),
+        Row(FP4 & up_to("load", 2), HOPPER, HopperExpertTiles((8,), 8, 8, 2, channels=256), _TILES_CHANGE),
+        Row(FP4 & up_to("load", 22), HOPPER, HopperExpertTiles((8, 16, 32), 32, 8, 2, channels=256), _TILES_CHANGE),
+        Row(FP4 & up_to("load", 54), HOPPER, HopperExpertTiles((32, 64), 64, 8, 1, 3), _TILES_CHANGE),
+        Row(FP4 & up_to("load", 122), HOPPER, HopperExpertTiles((32, 64, 96, 128), 64, 8, 1, 3, False), _TILES_CHANGE),
+        Row(FP4, HOPPER, HopperExpertTiles((32, 64, 96, 128, 160, 192), 64, 6), _TILES_CHANGE),
+        Row(at_least("load", 64), HOPPER, HopperExpertTiles((32, 64, 96, 128, 160, 192), 64, 6), _FP8_LOADS),
         Row(_float32_factors, PORTABLE, ExpertTiles(16, 64, 64, 4, 2)),
-        Row(~_wide_gpu & _load_up_to(12), PORTABLE, ExpertTiles(16, 64, 128, 4, 2)),
-        Row(~_wide_gpu & _load_up_to(24), PORTABLE, ExpertTiles(32, 64, 128, 4, 2)),
+        Row(~_wide_gpu & up_to("load", 12), PORTABLE, ExpertTiles(16, 64, 128, 4, 2)),
+        Row(~_wide_gpu & up_to("load", 24), PORTABLE, ExpertTiles(32, 64, 128, 4, 2)),
         Row(~_wide_gpu, PORTABLE, ExpertTiles(64, 128, 64, 8, 2)),
-        Row(_fp4 & _load_up_to(6) & _one_tile, PORTABLE, ExpertTiles(8, 64, 512, 4, 2)),
-        Row(_fp4 & _load_up_to(6), PORTABLE, ExpertTiles(8, 64, 256, 4, 4)),
-        Row(_fp4 & _load_up_to(24), PORTABLE, ExpertTiles(16, 64, 256, 4, 3)),
-        Row(_fp4 & _load_up_to(48), PORTABLE, ExpertTiles(64, 64, 128, 4, 3)),
-        Row(_fp4, PORTABLE, ExpertTiles(128, 64, 128, 4, 3)),
-        Row(_load_up_to(12), PORTABLE, ExpertTiles(16, 64, 128, 4, 4)),
-        Row(_load_up_to(24), PORTABLE, ExpertTiles(32, 128, 128, 4, 3)),
+        Row(FP4 & up_to("load", 6) & up_to("pairs", 8), PORTABLE, ExpertTiles(8, 64, 512, 4, 2)),
+        Row(FP4 & up_to("load", 6), PORTABLE, ExpertTiles(8, 64, 256, 4, 4)),
+        Row(FP4 & up_to("load", 24), PORTABLE, ExpertTiles(16, 64, 256, 4, 3)),
+        Row(FP4 & up_to("load", 48), PORTABLE, ExpertTiles(64, 64, 128, 4, 3)),
+        Row(FP4, PORTABLE, ExpertTiles(128, 64, 128, 4, 3)),
+        Row(up_to("load", 12), PORTABLE, ExpertTiles(16, 64, 128, 4, 4)),
+        Row(up_to("load", 24), PORTABLE, ExpertTiles(32, 128, 128, 4, 3)),
         Row(_scaled_inputs, PORTABLE, ExpertTiles(64, 128, 128, 4, 4)),
         Row(ANY, PORTABLE, ExpertTiles(64, 128, 64, 4, 4)),
     ],
@@ -375,41 +356,30 @@ class ProductRows:
     channels: int = 1
 
 
-@condition
-def _for_hopper(problem: ProductRows, gpu: GPU) -> bool:
-    return problem.product == HOPPER
-
-
-@condition
-def _few_pairs(problem: ProductRows, gpu: GPU) -> bool:
-    """Each program compares every pair with every other one, which saves launches before it."""
-    return problem.rows <= 64
-
-
-@condition
-def _comparable_pairs(problem: ProductRows, gpu: GPU) -> bool:
-    """A program has room for a matrix of all pairs by all pairs."""
-    return problem.rows <= 256
-
-
 def _pair_blocks(problem: ProductRows, gpu: GPU) -> LaunchSize:
     block = min(next_power_of_2(problem.rows), 4096)
     return LaunchSize(block, max(1, min(8, block // 256)))
 
 
+FOR_HOPPER = equals("product", HOPPER)
+FEW_PAIRS = up_to("rows", 64)
+"""Each program compares every pair with every other one, which saves launches before it."""
+COMPARABLE_PAIRS = up_to("rows", 256)
+"""A program has room for a matrix of all pairs by all pairs."""
+
 # `place_rows_kernel` and `place_pairs_kernel` read what `count_chunks_kernel` and `count_pairs_kernel` counted.
 GROUPINGS = Table(
     "moe.grouping",
     {
-        "prepare_decode_rows_kernel": _for_hopper & _comparable_pairs,
-        "place_rows_kernel": _for_hopper,
-        PORTABLE: ~_for_hopper & _comparable_pairs,
-        "place_pairs_kernel": ~_for_hopper,
+        "prepare_decode_rows_kernel": FOR_HOPPER & COMPARABLE_PAIRS,
+        "place_rows_kernel": FOR_HOPPER,
+        PORTABLE: ~FOR_HOPPER & COMPARABLE_PAIRS,
+        "place_pairs_kernel": ~FOR_HOPPER,
     },
     [
-        Row(_few_pairs, "prepare_decode_rows_kernel", LaunchSize(512, 4)),
+        Row(FEW_PAIRS, "prepare_decode_rows_kernel", LaunchSize(512, 4)),
         Row(ANY, "place_rows_kernel", LaunchSize(128, 4), "h100_experts.json: placing_pairs"),
-        Row(_few_pairs, PORTABLE),
+        Row(FEW_PAIRS, PORTABLE),
         Row(ANY, "place_pairs_kernel", _pair_blocks),
     ],
 )
@@ -428,7 +398,7 @@ def _up_to_channels(problem: ProductRows, gpu: GPU) -> LaunchSize:
 
 PRODUCT_INPUTS = Table(
     "moe.inputs",
-    {"prepare_rows_kernel": _for_hopper, "prepare_inputs_kernel": ~_for_hopper},
+    {"prepare_rows_kernel": FOR_HOPPER, "prepare_inputs_kernel": ~FOR_HOPPER},
     [Row(ANY, "prepare_rows_kernel", _whole_steps), Row(ANY, "prepare_inputs_kernel", _up_to_channels)],
 )
 
@@ -440,16 +410,12 @@ class ValuesProblem:
     values: int
 
 
-def _values_up_to(bits: int) -> Condition[ValuesProblem]:
-    return Condition(f"values <= 2**{bits}", lambda problem, gpu: problem.values <= 1 << bits)
-
-
 COMBINES = Table(
     "moe.combine",
     {"moe_combine_kernel": ANY},
     [
-        Row(_values_up_to(18), "moe_combine_kernel", LaunchSize(128, 1)),
-        Row(_values_up_to(22), "moe_combine_kernel", LaunchSize(512, 4)),
+        Row(up_to("values", 1 << 18), "moe_combine_kernel", LaunchSize(128, 1)),
+        Row(up_to("values", 1 << 22), "moe_combine_kernel", LaunchSize(512, 4)),
         Row(ANY, "moe_combine_kernel", LaunchSize(1024, 4)),
     ],
 )
@@ -457,7 +423,7 @@ SWIGLUS = Table(
     "moe.swiglu",
     {"swiglu_kernel": ANY},
     [
-        Row(_values_up_to(18), "swiglu_kernel", LaunchSize(256, 1), _SWIGLU),
+        Row(up_to("values", 1 << 18), "swiglu_kernel", LaunchSize(256, 1), _SWIGLU),
         Row(ANY, "swiglu_kernel", LaunchSize(1024, 4), _SWIGLU),
     ],
 )
@@ -537,15 +503,5 @@ class RouteProblem:
 
 # block: channels of a split-K partial of the scores, which `float32_product` computes; a warp selects for one token
 SELECTS = Table("moe.select", {"moe_select_kernel": ANY}, [Row(ANY, "moe_select_kernel", LaunchSize(256, 1))])
-
-
-@planner("moe.swiglu")
-def plan_swiglu(problem: ValuesProblem, gpu: GPU) -> KernelPlan:
-    """One launch over all values."""
-    return KernelPlan.of(SWIGLUS.choose(problem, gpu), gpu)
-
-
-@planner("moe.route")
-def plan_route(problem: RouteProblem, gpu: GPU) -> KernelPlan:
-    """One configuration for any number of tokens."""
-    return KernelPlan.of(SELECTS.choose(problem, gpu), gpu)
+plan_swiglu = kernel_planner(SWIGLUS)
+plan_route = kernel_planner(SELECTS, "moe.route")

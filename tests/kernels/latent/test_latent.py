@@ -204,10 +204,10 @@ def test_refuses():
     queries = make_queries("odd", torch.bfloat16, "cpu")
     wrong = {
         "weight must be .heads, nope, rank. in the dtype of q": {"weight": LatentWeight(queries.weight.rows.float())},
-        "need q .T, 3 . .20 . 6.": {"q": queries.q[:, :-1]},
+        "q must be .T, 78.": {"q": queries.q[:, :-1]},
         "padded_heads >= 3": {"padded_heads": 2},
-        "9 positions": {"positions": queries.positions[:8]},
-        "out must be .9, 5, 46.": {"out": torch.empty(9, 5, 45, dtype=torch.bfloat16)},
+        "positions must be .9.": {"positions": queries.positions[:8]},
+        "out must be bfloat16 .9, 5, 46.": {"out": torch.empty(9, 5, 45, dtype=torch.bfloat16)},
     }
     for message, change in wrong.items():
         with pytest.raises(ValueError, match=message):
@@ -215,8 +215,8 @@ def test_refuses():
     latents, weight = torch.zeros(2, 3, 40), LatentWeight(torch.zeros(3, 8, 40))
     for message, arguments in {
         "weight must be .heads, v_head_dim, rank.": (latents, LatentWeight(weight.rows.half())),
-        "latents must be .T, at least 3, 40.": (latents[:, :2], weight),
-        "with contiguous channels": (latents.transpose(1, 2).contiguous().transpose(1, 2), weight),
+        "latents must have at least 3 heads": (latents[:, :2], weight),
+        "with contiguous rows": (latents.transpose(1, 2).contiguous().transpose(1, 2), weight),
     }.items():
         with pytest.raises(ValueError, match=message):
             reference.project_values(*arguments)
