@@ -3,8 +3,9 @@
 A line is ``{"index": 3, "request": "4f0c...", "text": ..., "token_ids": ..., "finish_reason": ...}``. Behind the index
 stands the ``id`` of a prompt that has one; a prompt that failed has an ``error``. Lines stand in the order in which
 prompts end; ``index`` counts the prompts of the input from 0. With ``n`` completions of a prompt, ``others`` are those
-after the first. ``request`` is a digest of the prompt, its id, and the
-settings of chat and sampling, by which ``--resume`` knows that a line is of the same request.
+after the first. A reply that calls functions has ``tool_calls``, dicts of ``name``, ``arguments`` (JSON text) and
+``problem``. ``request`` is a digest of the prompt, its id, and the settings of chat and sampling, by which ``--resume``
+knows that a line is of the same request.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from deepseek_attn.cli.prompts import PromptLine, PromptLines, is_messages, messages
+from deepseek_attn.cli.prompts import Chat, PromptLine, PromptLines, chat_options, conversation_of
 from deepseek_attn.cli.terminal import say, show, write_above_bars
 from deepseek_attn.engine.llm import LLM, IndexedPrompt, Prompt
 from deepseek_attn.engine.request import Completion
@@ -128,7 +129,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
             raise ValueError(f"--prompts {self._args.prompts}: no prompt; write one per line")
 
     def _digest(self, line: PromptLine) -> str:
-        chat = [self._args.system, self._args.thinking, self._args.allow_special] if self._args.chat else None
+        chat = [self._args.system, chat_options(self._args)] if self._args.chat else None
         # a field that nobody set does not count, so that lines stay valid when there are more fields
         given = {name: value for name, value in asdict(line.params).items() if value != DEFAULTS[name]}
         asked = json.dumps([line.prompt, chat, given, line.id])
@@ -164,6 +165,8 @@ def result(completion: Completion) -> dict[str, Any]:
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
     }
+    if completion.tool_calls:
+        fields["tool_calls"] = [asdict(call) for call in completion.tool_calls]
     return fields if completion.error is None else fields | {"error": completion.error}
 
 
@@ -191,9 +194,10 @@ def encoder(llm: LLM, args: argparse.Namespace) -> Callable[[Any], Prompt]:
     """Makes the token ids of chat messages, and with ``--chat`` of a user's message."""
 
     def encode(prompt: Any) -> Prompt:
-        if not args.chat and not is_messages(prompt):
+        if not args.chat and not isinstance(prompt, Chat):
             return prompt
-        return llm.chat_prompt(messages(args, prompt), args.thinking, args.allow_special)[0]
+        messages, options = conversation_of(args, prompt)
+        return llm.chat_prompt(messages, **options)[0]
 
     return encode
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from deepseek_attn.cli.prompts import chat_options
 from deepseek_attn.cli.terminal import say, show
+from deepseek_attn.text.reply import END_THINK
 
 if TYPE_CHECKING:
     from deepseek_attn.engine.llm import LLM, Prompt, TextStream
@@ -15,11 +18,18 @@ if TYPE_CHECKING:
     from deepseek_attn.engine.sampling import SamplingParams
 
 
-def show_answer(stream: TextStream, llm: LLM) -> Completion:
-    """Prints a stream as it comes, and on standard error why it ended if the model did not end it."""
-    for piece in stream:
-        show(piece, end="")
-    show()
+def show_answer(stream: TextStream, llm: LLM, chat: bool) -> Completion:
+    """Prints a stream as it comes, and on standard error why it ended if the model did not end it.
+
+    Args:
+        chat: ``</think>`` stands on a line of its own, and each tool call is a line of JSON.
+    """
+    if chat:
+        show_parts(stream)
+    else:
+        for piece in stream:
+            show(piece, end="")
+        show()
     completion = stream.completion
     if completion.finish_reason == "length":
         limit = f"--max-tokens {stream.params.max_tokens}"
@@ -41,11 +51,37 @@ def show_completions(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
         show(completion.text)
 
 
+def show_parts(stream: TextStream) -> None:
+    part = None
+    for name, piece in stream.parts():
+        if part == "reasoning" and name == "answer":
+            show(f"\n{END_THINK}")
+        if name in ("reasoning", "answer"):
+            show(piece, end="")
+            part = name
+    if part is not None or not stream.completion.tool_calls:
+        show()
+    for call in stream.completion.tool_calls:
+        if call.problem is not None:
+            say(f"tool call {call.name}({call.arguments}): {call.problem}")
+        else:
+            show(json.dumps({"tool_call": {"name": call.name, "arguments": call.values}}, ensure_ascii=False))
+
+
+def results(message: dict) -> list[dict]:
+    """The results of the calls of a reply, which are typed line by line. EOFError: the terminal has ended."""
+    calls = message.get("tool_calls", [])
+    return [
+        {"role": "tool", "tool_call_id": call["id"], "content": input(f"result of {call['function']['name']}> ")}
+        for call in calls
+    ]
+
+
 def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
     """Reads the user's turns line by line and answers each, with all turns before it.
 
-    Ctrl-C ends an answer, and the command where a turn is awaited; Ctrl-D ends the conversation. A turn that fails is
-    forgotten.
+    Results of tool calls are typed too, and the model goes on with them. Ctrl-C ends an answer, and the command where a
+    turn is awaited; Ctrl-D ends the conversation. A turn that fails is forgotten.
     """
     from deepseek_attn.engine.request import RequestFailed
     from deepseek_attn.text.chat import describe_chat_format
@@ -55,19 +91,22 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
     say(f"chat: {describe_chat_format(llm.directory)[1]}")
     say("Ctrl-C ends an answer, Ctrl-D the conversation")
     turns = [{"role": "system", "content": args.system}] if args.system else []
+    answered: list[dict] = []  # results of the calls of the last turn
+    options = chat_options(args)
     while True:
         try:
-            text = input("> " if sys.stdout.isatty() else "")
+            text = "" if answered else input("> " if sys.stdout.isatty() else "")
         except EOFError:
             show()
             return 0
-        if not text.strip():
+        if not text.strip() and not answered:
             continue
-        asked = [*turns, {"role": "user", "content": text}]
+        asked = [*turns, *(answered or [{"role": "user", "content": text}])]
+        answered = []
         try:
-            stream = llm.chat(asked, params, thinking=args.thinking, allow_special=args.allow_special, stream=True)
+            stream = llm.chat(asked, params, stream=True, **options)
             try:
-                completion = show_answer(stream, llm)
+                completion = show_answer(stream, llm, chat=True)
             except KeyboardInterrupt as stop:
                 stream.close()
                 if type(stop) is not KeyboardInterrupt:  # of another signal, which ends the command
@@ -77,5 +116,12 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
         except (ValueError, RequestFailed) as error:
             say(f"\ndeepseek-attn generate: {error}")
             continue
-        answer = {"content": completion.answer, "reasoning_content": completion.reasoning}
-        turns = [*asked, {"role": "assistant", **answer}]
+        message = completion.message
+        if any(call.problem for call in completion.tool_calls):  # there is nothing to answer
+            del message["tool_calls"]
+        turns = [*asked, message]
+        try:
+            answered = results(message)
+        except EOFError:
+            show()
+            return 0

@@ -12,7 +12,7 @@ from deepseek_attn.cli.conversation import converse, show_answer, show_completio
 from deepseek_attn.cli.load_report import add_report_option, show_report
 from deepseek_attn.cli.observe import add_observe_options, observed
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, read_text, runner_options
-from deepseek_attn.cli.prompts import messages, read_messages
+from deepseek_attn.cli.prompts import Chat, conversation_of, read_messages, read_tools
 from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
 from deepseek_attn.cli.terminal import say
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
@@ -53,7 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--messages",
         metavar="FILE",
-        help='answer a conversation: JSON, such as [{"role": "user", "content": "hi"}]; `-` reads standard input',
+        help='answer a conversation: JSON, such as [{"role": "user", "content": "hi"}], or an object with messages, '
+        "tools, reasoning_effort and so on; `-` reads standard input",
     )
     parser.add_argument("--out", metavar="FILE", help="append the lines of --prompts to this file instead")
     parser.add_argument(
@@ -66,6 +67,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", type=str, help="system message (with --chat)")
     parser.add_argument("--thinking", action="store_true", help="thinking mode: reason before answering (with --chat)")
+    parser.add_argument(
+        "--reasoning-effort",
+        metavar="LEVEL",
+        type=effort,
+        help="thinking mode with this effort: low, high, max, or 1 to 100 for V4.1; none: no thinking (with --chat)",
+    )
+    parser.add_argument(
+        "--tools",
+        metavar="FILE",
+        help="functions that the model may call: a JSON list as OpenAI has it; each call is printed as a line of JSON "
+        "(with --chat)",
+    )
     parser.add_argument(
         "--allow-special",
         action="store_true",
@@ -188,13 +201,14 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
         if conversation:
             return converse(llm, params, args)
         if args.chat:
-            prompt, explanation = llm.chat_prompt(messages(args, prompt), args.thinking, args.allow_special)
+            messages, options = conversation_of(args, prompt)
+            prompt, explanation = llm.chat_prompt(messages, **options)
             say(f"chat: {explanation}")
         try:
             if params.n > 1:
                 show_completions(llm, prompt, params)
             else:
-                show_answer(llm.stream(prompt, params, progress=True), llm)
+                show_answer(llm.stream(prompt, params, progress=True), llm, args.chat)
         except RequestFailed as error:
             say(f"\ndeepseek-attn generate: the request failed: {error}")
             return 1
@@ -251,6 +265,8 @@ def check_flags(args: argparse.Namespace) -> None:
             for flag, on in (
                 ("--system", args.system is not None),
                 ("--thinking", args.thinking),
+                ("--reasoning-effort", args.reasoning_effort is not None),
+                ("--tools", args.tools is not None),
                 ("--allow-special", args.allow_special),
             )
             if on
@@ -271,9 +287,15 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     if problems:
         raise ValueError("; ".join(problems))
+    if isinstance(args.tools, str):
+        args.tools = read_tools(args.tools)
 
 
-def read_input(args: argparse.Namespace) -> str | list:
+def effort(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
+
+
+def read_input(args: argparse.Namespace) -> str | list | Chat:
     """The conversation of ``--messages``, or one prompt."""
     return read_prompt(args) if args.messages is None else read_messages(args.messages)
 

@@ -27,27 +27,60 @@ BEGINS_AS_OBJECT = re.compile(r'\s*\[?\s*\{\s*"')  # of a line that is meant to 
 AS_TEXT = "to complete the line as it stands, write it as a JSON string"
 
 
-def read_messages(path: str) -> list[dict]:
-    """The chat messages of a JSON file; ``-`` reads standard input. ValueError if it is none, or not readable."""
+class Chat(NamedTuple):
+    """A conversation: its messages, and options of `ChatOptions` that are its own."""
+
+    messages: list[dict[str, Any]]
+    options: dict[str, Any]
+
+
+def read_messages(path: str) -> Chat:
+    """The conversation of a JSON file: messages, or an object with ``messages`` and options; ``-``: standard input.
+
+    Raises:
+        ValueError: it is not readable, or something else.
+    """
     from deepseek_attn.text.template import plain_messages
 
     found = parse_json(read_text("--messages", path), f"--messages {path}")
     try:
-        return plain_messages(found)
+        fields = found if isinstance(found, dict) and "messages" in found else {"messages": found}
+        return Chat(plain_messages(fields["messages"]), checked_options(fields))
     except ValueError as error:
         raise ValueError(f"--messages {path}: {error}") from error
+
+
+def read_tools(path: str) -> list[Any]:
+    """The tools of a JSON file: a list, or an object with ``tools``. ValueError: not readable, or something else."""
+    found = parse_json(read_text("--tools", path), f"--tools {path}")
+    tools = found.get("tools") if isinstance(found, dict) and "name" not in found else found
+    if not isinstance(tools, list):
+        raise ValueError(
+            f'--tools {path}: expected a JSON list of {{"type": "function", "function": {{"name": ...}}}}, got '
+            f"{type(found).__name__}"
+        )
+    return tools
+
+
+def checked_options(fields: dict[str, Any]) -> dict[str, Any]:
+    """The options of an object that has ``messages``. ValueError: other keys."""
+    known = chat_keys()
+    unknown = sorted(fields.keys() - {"messages", *known})
+    if unknown:
+        raise ValueError(f"no such keys: {', '.join(unknown)[:200]}; beside messages there are {', '.join(known)}")
+    return {key: value for key, value in fields.items() if key in known and value is not None}
 
 
 class PromptLine(NamedTuple):
     """The prompt of one line.
 
     Attributes:
-        prompt: text, token ids, or chat messages.
+        prompt: text, token ids, or a conversation.
         params: the sampling parameters: fields of the line override the flags.
         id: a name for it, which its line of the output repeats.
     """
 
-    prompt: str | list[int] | list[dict[str, Any]]
+    prompt: str | list[int] | Chat
     params: SamplingParams
     id: str | int | None = None
 
@@ -55,8 +88,9 @@ class PromptLine(NamedTuple):
 class PromptLines(Iterator[PromptLine | None]):
     """One prompt per line that is not blank.
 
-    A line is a JSON object with ``prompt``, ``token_ids`` or ``messages``, an ``id`` and fields of `SamplingParams`; a
-    JSON string; a JSON list of token ids or of messages; or plain text as it stands. Lines are read as they are taken.
+    A line is a JSON object with ``prompt``, ``token_ids`` or ``messages``, an ``id``, fields of `SamplingParams` and,
+    beside messages, of `ChatOptions`; a JSON string; a JSON list of token ids or of messages; or plain text as it
+    stands. Lines are read as they are taken.
     None: the next line of a stream is not there yet.
 
     Args:
@@ -111,7 +145,7 @@ class PromptLines(Iterator[PromptLine | None]):
             self._read()
 
     def _checked(self, line: PromptLine) -> PromptLine:
-        if self._system and is_messages(line.prompt):
+        if self._system and isinstance(line.prompt, Chat):
             raise ValueError("--system beside messages: write the system message into the line, as its first")
         if line.id is not None and (before := self._line_of.setdefault(line.id, self._number)) != self._number:
             raise ValueError(f"line {before} has the id {line.id!r:.80} too: give each line one of its own")
@@ -145,7 +179,7 @@ def parse_line(line: str, params: SamplingParams) -> PromptLine:
     if isinstance(value, dict):
         return parse_object(value, params)
     if isinstance(value, list):
-        return PromptLine(value if is_token_ids(value) else checked_messages(value), params)
+        return PromptLine(value if is_token_ids(value) else Chat(checked_messages(value), {}), params)
     return PromptLine(value if isinstance(value, str) else line, params)
 
 
@@ -158,11 +192,12 @@ def parse_object(fields: dict[str, Any], params: SamplingParams) -> PromptLine:
             "custom_id as the id and the keys of its body that are named so here"
         )
     sampling = [field.name for field in dataclasses.fields(params) if field.name != "logits_processors"]
-    unknown = fields.keys() - {*KINDS, "id", *sampling}
+    chat = chat_keys() if "messages" in fields else ()
+    unknown = fields.keys() - {*KINDS, "id", *sampling, *chat}
     if unknown:
         raise ValueError(
             f"no such keys: {', '.join(sorted(unknown))[:200]}; there are {', '.join(KINDS)} (one of them), id, and "
-            f"{', '.join(sampling)}; {AS_TEXT}"
+            f"{', '.join((*sampling, *chat))}; {AS_TEXT}"
         )
     kinds = [kind for kind in KINDS if kind in fields]
     if len(kinds) != 1:
@@ -177,8 +212,16 @@ def parse_object(fields: dict[str, Any], params: SamplingParams) -> PromptLine:
     if name is not None and (not isinstance(name, (str, int)) or isinstance(name, bool)):
         raise ValueError(f"id is {name!r:.80}: expected text or an integer")
     own = {key: fields[key] for key in sampling if key in fields}
-    prompt = checked_messages(prompt) if kind == "messages" else prompt
+    if kind == "messages":
+        prompt = Chat(checked_messages(prompt), {key: fields[key] for key in chat if key in fields})
     return PromptLine(prompt, dataclasses.replace(params, **own) if own else params, name)
+
+
+def chat_keys() -> tuple[str, ...]:
+    """Names of the options that a conversation can have."""
+    from deepseek_attn.text.chat import ChatOptions
+
+    return tuple(ChatOptions.__annotations__)
 
 
 def checked_messages(value: Any) -> list[dict[str, Any]]:
@@ -194,20 +237,31 @@ def is_token_ids(value: list) -> bool:
     return all(isinstance(token, int) and not isinstance(token, bool) for token in value)
 
 
-def is_messages(prompt: Any) -> bool:
-    """Whether a prompt is chat messages."""
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+def chat_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of the flags."""
+    flags = {
+        "thinking": args.thinking or None,
+        "reasoning_effort": args.reasoning_effort,
+        "tools": args.tools,
+        "allow_special": args.allow_special or None,
+    }
+    return {name: value for name, value in flags.items() if value is not None}
 
 
-def messages(args: argparse.Namespace, prompt: Any) -> list[dict]:
-    """The chat messages of a prompt: its own, or the system message, if there is one, and the user's.
+def conversation_of(args: argparse.Namespace, prompt: Any) -> Chat:
+    """The conversation of a prompt: its own, or the system message, if there is one, and the user's.
+
+    Its own options are preferred to those of the flags.
 
     Raises:
         ValueError: the prompt is token ids, which take no chat format.
     """
-    if is_messages(prompt):
-        return prompt
+    options = chat_options(args)
+    if isinstance(prompt, Chat):
+        if {"thinking", "reasoning_effort"} & prompt.options.keys():  # one follows from the other
+            options = {key: value for key, value in options.items() if key not in ("thinking", "reasoning_effort")}
+        return Chat(prompt.messages, options | prompt.options)
     if not isinstance(prompt, str):
         raise ValueError("--chat takes text; token ids are run as they are")
     system = [{"role": "system", "content": args.system}] if args.system else []
-    return [*system, {"role": "user", "content": prompt}]
+    return Chat([*system, {"role": "user", "content": prompt}], options)

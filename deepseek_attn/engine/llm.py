@@ -23,8 +23,7 @@ from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
 from deepseek_attn.runner.prompts import TokenIds, each_prompt, prompt_list, token_list
-from deepseek_attn.text.chat import build_prompt
-from deepseek_attn.text.reply import ReplySplitter
+from deepseek_attn.text.chat import ChatOptions, build_prompt
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from deepseek_attn.utils.clock import seconds_since
 
@@ -71,11 +70,15 @@ class TextStream(Iterator[str]):
             self._engine.cancel(self._request)
 
     def parts(self) -> Iterator[tuple[str, str]]:
-        """The text as ``("reasoning" | "answer", piece)``, without the ``</think>`` tokens between the parts."""
-        splitter = ReplySplitter(self._request.thinking)
+        """The text as pairs of a part's name and the next piece of it, without the markup between the parts.
+
+        ``"reasoning"`` and ``"answer"``; ``"tool_call"``, the name of a function, begins a call, and the pieces of
+        ``"arguments"`` up to the next one are the JSON text of its arguments.
+        """
+        parser = self._request.reply.parser()
         for piece in self:
-            yield from splitter.push(piece, self._request.marks)
-        yield from splitter.flush()
+            yield from parser.push(piece, self._request.marks)
+        yield from parser.flush()
 
     @property
     def params(self) -> SamplingParams:
@@ -290,14 +293,14 @@ class LLM:
 
     @overload
     def chat(
-        self, messages: list[dict], params: SamplingParams | None = None, *, thinking: bool = False,
-        allow_special: bool = False, stream: Literal[False] = False,
+        self, messages: list[dict], params: SamplingParams | None = None, *, stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
     ) -> Completion: ...  # fmt: skip
 
     @overload
     def chat(
-        self, messages: list[dict], params: SamplingParams | None = None, *, thinking: bool = False,
-        allow_special: bool = False, stream: Literal[True],
+        self, messages: list[dict], params: SamplingParams | None = None, *, stream: Literal[True],
+        **options: Unpack[ChatOptions],
     ) -> TextStream: ...  # fmt: skip
 
     def chat(
@@ -305,25 +308,24 @@ class LLM:
         messages: list[dict],
         params: SamplingParams | None = None,
         *,
-        thinking: bool = False,
-        allow_special: bool = False,
         stream: bool = False,
+        **options: Unpack[ChatOptions],
     ) -> Completion | TextStream:
-        """Answers a conversation of system, user and assistant turns; the completion has ``reasoning`` and ``answer``.
+        """Answers a conversation; the completion has ``reasoning``, ``answer`` and ``tool_calls``.
 
         Args:
-            allow_special: a special token written out in a message becomes that token. By default it stays text.
+            messages: as `encode_messages` takes them, or as the checkpoint's own template does.
             stream: return the answer piece by piece, as `stream` does; `TextStream.parts` divides it.
+            options: ``thinking``, ``reasoning_effort``, ``tools``, ``tool_choice``, ``response_format``, ``documents``,
+                ``continue_final_message``, ``allow_special``; see `ChatOptions`.
         """
-        prompt, _ = self.chat_prompt(messages, thinking, allow_special)
+        prompt, _ = self.chat_prompt(messages, **options)
         return self.stream(prompt, params) if stream else self.generate([prompt], params)[0]
 
-    def chat_prompt(
-        self, messages: list[dict], thinking: bool = False, allow_special: bool = False
-    ) -> tuple[list[int], str]:
+    def chat_prompt(self, messages: list[dict], **options: Unpack[ChatOptions]) -> tuple[list[int], str]:
         """Token ids of a conversation, and which chat encoding made them."""
         limit = self.runner.layout.max_model_len
-        return build_prompt(self._need_tokenizer(), self.directory, messages, thinking, allow_special, limit)
+        return build_prompt(self._need_tokenizer(), self.directory, messages, max_tokens=limit, **options)
 
     def _request(self, prompt: Prompt, params: SamplingParams, index: int) -> Request:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.logits import LogitsRow, LogitsRules, bad_word_ids
@@ -13,7 +14,8 @@ from deepseek_attn.engine.stopping import StopChecker, with_stop_tokens
 from deepseek_attn.runner import ModelRunner, Sequence
 from deepseek_attn.runner.logprobs import TokenLogprobs
 from deepseek_attn.runner.prompts import TokenIds, token_list
-from deepseek_attn.text.reply import END_THINK, THINK, split_reply
+from deepseek_attn.text.chat import control_tokens, reply_start
+from deepseek_attn.text.reply import ANSWER, ControlMark, ReplyStart, ToolCall, parse_reply
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -25,8 +27,9 @@ class Completion:
         prompt_token_ids: the prompt as the model saw it.
         token_ids: generated tokens, the stop token included.
         text: generated text without stop token or stop string; empty without a tokenizer.
-        reasoning, answer: the text before and after the token ``</think>``; see `ReplySplitter`. A prompt whose last
+        reasoning, answer: the text before and after the token ``</think>``; see `ReplyParser`. A prompt whose last
             ``<think>`` is not closed begins the reasoning; after any other all text is answer.
+        tool_calls: the calls in the text, whose markup is no part of the answer.
         finish_reason: ``"stop"`` (EOS, stop token, stop string), ``"length"`` (max_tokens or max_model_len),
             ``"abort"`` (cancelled, or not finished) or ``"error"``.
         error: what went wrong, with finish_reason ``"error"``.
@@ -45,6 +48,7 @@ class Completion:
     cached_tokens: int = 0
     reasoning: str = ""
     answer: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     others: list[Completion] = field(default_factory=list)
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
@@ -53,6 +57,19 @@ class Completion:
     def outputs(self) -> list[Completion]:
         """All ``n`` completions of the prompt, this one first."""
         return [self, *self.others]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a chat message, to go on with: its calls have the ids ``call_0``, ``call_1`` and so on."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.answer}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": f"call_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for i, call in enumerate(self.tool_calls)
+            ]
+        return message
 
 
 ENDED_FROM_OUTSIDE = ("abort", "error")
@@ -92,7 +109,7 @@ class Request:
 
     Attributes:
         prompt_token_ids: as given when it was refused, so that its completion can show them.
-        thinking: the prompt ends within reasoning.
+        reply: in which part of a reply the prompt ends.
         rules: how its logits are processed.
         text: a piece for each generated token, and one more if it was ended from outside.
         keys: names of its prefixes in the prefix cache.
@@ -111,7 +128,7 @@ class Request:
     generator: CounterGenerator
     _stop: StopChecker | None
     _new_stop: Callable[[], StopChecker] | None = None
-    thinking: bool = False
+    reply: ReplyStart = ANSWER
     rules: LogitsRules | None = None
     keys: BlockKeys | None = None
     text: list[str] = field(default_factory=list)
@@ -150,18 +167,17 @@ class Request:
         if unknown:
             raise ValueError(f"stop_token_ids {unknown}: the vocabulary has {runner.config.vocab_size} tokens")
 
-        stop_params, end_think = params, None
-        if tokenizer is not None:
-            stop_params, end_think = with_stop_tokens(params, tokenizer), tokenizer.token_id(END_THINK)
+        stop_params = params if tokenizer is None else with_stop_tokens(params, tokenizer)
+        controls = {} if tokenizer is None else control_tokens(tokenizer)
         words = bad_word_ids(params.bad_words, tokenizer)
         stop_ids = {*stop_params.stop_token_ids, *runner.eos_token_ids}
 
         def new_stop() -> StopChecker:
             decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
-            return StopChecker(stop_params, runner.eos_token_ids, decoder, end_think)
+            return StopChecker(stop_params, runner.eos_token_ids, decoder, controls)
 
         ids = list(runner.sequence(prompt).token_ids)
-        thinking = tokenizer is not None and is_thinking(ids, tokenizer)
+        reply = ANSWER if tokenizer is None else reply_start(tokenizer, ids)
         first, *others = [
             cls(
                 runner.sequence(ids),
@@ -170,7 +186,7 @@ class Request:
                 make_generator(params, index, completion),
                 new_stop(),
                 new_stop,
-                thinking,
+                reply,
                 LogitsRules(params, words, stop_ids, runner.config.vocab_size),
             )
             for completion in range(params.n)
@@ -330,8 +346,8 @@ class Request:
         del self.sequence.token_ids[self.confirmed_length :]
 
     @property
-    def marks(self) -> list[int]:
-        """Offsets in the text at which the text of each ``</think>`` token begins."""
+    def marks(self) -> list[ControlMark]:
+        """The tokens that divide the reply, in its text."""
         return [] if self._stop is None else self._stop.marks
 
     def completion(self) -> Completion:
@@ -343,15 +359,8 @@ class Request:
             self.finish_reason or "abort",
             self.error,
             self.cached_tokens,
-            *split_reply(text, self.thinking, self.marks),
+            *parse_reply(text, self.marks, self.reply),
             [other.completion() for other in self.others],
             logprobs=self.logprobs.of_generated(0, self.num_generated),
             prompt_logprobs=self.logprobs.of_prompt(),
         )
-
-
-def is_thinking(ids: list[int], tokenizer: Tokenizer) -> bool:
-    """Whether a prompt ends within reasoning: its last ``<think>`` is not closed."""
-    last = {tokenizer.token_id(END_THINK): False, tokenizer.token_id(THINK): True}
-    last.pop(None, None)
-    return next((last[token] for token in reversed(ids) if token in last), False)

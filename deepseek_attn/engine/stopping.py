@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from deepseek_attn.engine.sampling import SamplingParams
-from deepseek_attn.text.reply import END_THINK
+from deepseek_attn.text.reply import ControlMark
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -29,10 +29,10 @@ class StopChecker:
         params: the request's sampling parameters.
         eos_token_ids: ids that end a turn (checkpoint field ``eos_token_id``); ignored if ``params.ignore_eos``.
         decoder: decodes ids to text. None works on ids only; text is then empty and stop strings are refused.
-        end_think: id of ``</think>``, for `marks`.
+        controls: texts of the tokens that divide a reply, by their ids, for `marks`.
 
     Attributes:
-        marks: offsets in the text, emitted and held back, at which the text of each ``</think>`` token begins.
+        marks: the ``controls`` in the text, emitted and held back.
 
     Raises:
         ValueError: stop strings without a decoder.
@@ -44,7 +44,7 @@ class StopChecker:
         params: SamplingParams,
         eos_token_ids: Iterable[int],
         decoder: IncrementalDecoder | None,
-        end_think: int | None = None,
+        controls: Mapping[int, str] | None = None,
     ):
         if params.stop and decoder is None:
             raise ValueError(
@@ -56,9 +56,9 @@ class StopChecker:
         self._params = params.resolved()
         self._decoder = decoder
         self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
-        self._end_think = end_think
+        self._controls = controls or {}
         self._decoded = 0  # characters
-        self.marks: list[int] = []
+        self.marks: list[ControlMark] = []
         self._held = ""
 
     def push(self, token_id: int, last: bool = False) -> StopStep:
@@ -74,8 +74,9 @@ class StopChecker:
         if stops and not self._params.include_stop_str_in_output:
             return self._finish("stop", "")
         text = self._decode(self._decoder.push(token_id)) if self._decoder else ""
-        if token_id == self._end_think:  # an added token: its text does not wait for the bytes of the next
-            self.marks.append(self._decoded - len(END_THINK))
+        if token_id in self._controls:  # an added token: its text does not wait for the bytes of the next
+            control = self._controls[token_id]
+            self.marks.append(ControlMark(self._decoded - len(control), control))
         if self.reason is None and stops:
             return self._finish("stop", text)
         if self.reason is None and (last or self.count >= self._params.max_tokens):

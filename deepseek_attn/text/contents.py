@@ -16,9 +16,9 @@ FIRST_MARK = 0xF0000  # a plane of private-use characters
 
 
 def mark_messages(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], max_tokens: int | None = None
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Messages with a mark in each spelling of an added token, and the mark; None where nothing is spelled.
+    tokenizer: Tokenizer, messages: list[Any], max_tokens: int | None = None
+) -> tuple[list[Any], str | None]:
+    """JSON values with a mark in each spelling of an added token, and the mark; None where nothing is spelled.
 
     Raises:
         ValueError: far more than ``max_tokens`` tokens, or a spelling that a mark does not break.

@@ -40,16 +40,15 @@ def render(template: str, messages: list[dict[str, Any]], **variables: Any) -> s
     """Renders the messages that `plain_messages` returned, up to where generation starts.
 
     Args:
-        variables: further names that the template reads, such as ``bos_token`` and ``thinking``.
+        variables: further names that the template reads, such as ``bos_token``, ``thinking`` and ``tools``.
 
     Raises:
         jinja2.TemplateError: the template is wrong, fails, refuses the messages or makes more than `MAX_CHARACTERS`.
     """
     pieces, characters = [], 0
     try:
-        for piece in _compiled(template).generate(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **variables
-        ):
+        names = {"tools": None, "documents": None, "add_generation_prompt": True} | variables
+        for piece in _compiled(template).generate(messages=messages, **names):
             characters += len(piece)
             if characters > MAX_CHARACTERS:
                 raise TemplateError(f"it makes more than {MAX_CHARACTERS:,} characters")
@@ -87,7 +86,7 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
             raise ValueError(f"message {i}: expected a dict with role and content, got {type(message).__name__}")
     try:
         return [
-            {str(key): _plain(i, value) for key, value in message.items() if value is not None}
+            {str(key): _plain(f"message {i}", value) for key, value in message.items() if value is not None}
             for i, message in enumerate(messages)
         ]
     except RecursionError:
@@ -100,15 +99,23 @@ def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _plain(index: int, value: Any) -> Any:
-    """A copy of a value of message ``index``."""
+def plain_value(value: Any, name: str) -> Any:
+    """A copy of a JSON value such as a list of tools. ValueError: it holds, or nests, something else."""
+    try:
+        return _plain(name, value)
+    except RecursionError:
+        raise ValueError(f"{name}: lists or dicts are nested too deeply, or in themselves") from None
+
+
+def _plain(origin: str, value: Any) -> Any:
+    """A copy of a JSON value; ``origin`` begins the message of an error."""
     if isinstance(value, dict):
-        return {str(key): _plain(index, item) for key, item in value.items()}
+        return {str(key): _plain(origin, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(index, item) for item in value]
+        return [_plain(origin, item) for item in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
-    raise ValueError(f"message {index}: a {type(value).__name__} cannot be encoded, only strings and other JSON values")
+    raise ValueError(f"{origin}: a {type(value).__name__} cannot be encoded, only strings and other JSON values")
 
 
 @lru_cache
@@ -116,7 +123,7 @@ def _compiled(template: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
     )
-    environment.filters |= {"tojson": _to_json, "type_name": lambda value: type(value).__name__}
+    environment.filters |= {"tojson": _to_json}
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return environment.from_string(template)
 

@@ -88,6 +88,7 @@ class TemplateProcess:
         with self._lock:
             try:
                 if self._running is None or self._running.poll() is not None:
+                    self.stop()
                     self._running = self._start()
                 self._running.stdin.write(request + b"\n")
                 self._running.stdin.flush()

@@ -235,8 +235,11 @@ class Tokenizer:
     def _finder(self) -> tokenizers.Tokenizer:
         return without_model(self.backend)
 
-    def apply_chat_template(self, messages: list[dict], thinking: bool) -> str:
+    def apply_chat_template(self, messages: list[dict], thinking: bool, **variables: Any) -> str:
         """Render the checkpoint's Jinja chat template up to where generation starts.
+
+        Args:
+            variables: further names for the template, such as ``tools``.
 
         Raises:
             ValueError: there is no template, or it fails, refuses the messages or takes more than its process may.
@@ -244,7 +247,7 @@ class Tokenizer:
         if not self._chat_template:
             raise ValueError(f"the tokenizer in {self.directory} has no chat template; use chat.encode_messages")
         messages = [with_reasoning(message) for message in plain_messages(messages)]
-        names = {**self._special, "thinking": thinking, "enable_thinking": thinking}
+        names = {**self._special, "thinking": thinking, "enable_thinking": thinking, **variables}
         try:
             return render_untrusted(self._chat_template, messages, **names)
         except TemplateError as error:

@@ -12,7 +12,9 @@ from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import Terminated, main, make_parser
 from deepseek_attn.engine.llm import LLM as Model
+from deepseek_attn.engine.llm import TextStream
 from deepseek_attn.engine.request import Request
+from deepseek_attn.text.chat import encode_messages
 from tests.support.exit_codes import exit_code
 from tests.support.small_models import three_layers
 
@@ -101,7 +103,7 @@ def test_an_answer_that_is_interrupted_stays_in_the_conversation(checkpoint, typ
 
 def test_another_signal_ends_the_conversation_within_an_answer(checkpoint, typed, monkeypatch):
     class Stream:
-        def __iter__(self):
+        def parts(self):
             raise Terminated(signal.SIGTERM)
 
         def close(self):
@@ -202,3 +204,124 @@ def test_a_text_that_the_model_ended(checkpoint, capsys):
 
 def test_one_default_of_max_tokens():
     assert make_parser().parse_args(["generate"]).max_tokens == SamplingParams().max_tokens
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALLS = (
+    "hm\n", ("</think>",), "I look.\n\n<", ("｜DSML｜",), "tool_calls>\n<", ("｜DSML｜",), 'invoke name="weather">\n<',
+    ("｜DSML｜",), 'parameter name="city" string="true">Łódź</', ("｜DSML｜",), "parameter>\n</", ("｜DSML｜",),
+    "invoke>\n</", ("｜DSML｜",), "tool_calls>",
+)  # fmt: skip
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Has the model write these replies, whose strings are ordinary tokens and whose tuples name a token."""
+    prompts = []
+
+    def script(*replies) -> list[str]:
+        left = list(replies)
+
+        def stream(self, prompt, params, *, progress=False):
+            prompts.append(self.tokenizer.decode(prompt))
+            params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+            request = Request.create(self.runner, self.tokenizer, prompt, params)
+            tokens = [
+                token
+                for part in left.pop(0)
+                for token in (
+                    self.tokenizer.encode_plain(part) if isinstance(part, str) else [self.tokenizer.token_id(*part)]
+                )
+            ]
+
+            def pieces():
+                for token in tokens:
+                    request.push(token)
+                    yield from filter(None, request.text[-1:])
+                request.end("abort")
+                yield from filter(None, request.text[-1:])
+
+            return TextStream(self.engine, request, pieces())
+
+        monkeypatch.setattr(Model, "stream", stream)
+        return prompts
+
+    return script
+
+
+SHOWN = 'hm\n</think>\nI look.\n{"tool_call": {"name": "weather", "arguments": {"city": "Łódź"}}}\n'
+
+
+def generate_long(checkpoint, *flags: str) -> int:
+    return main(["generate", "--model", str(checkpoint), "--device", "cpu", "--max-model-len", "4000", *flags])
+
+
+def test_tools_of_a_file(checkpoint, tmp_path, capsys, scripted):
+    (tmp_path / "tools.json").write_text(json.dumps([WEATHER]))
+    chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "reasoning_effort": "max"}
+    (tmp_path / "chat.json").write_text(json.dumps(chat))
+    prompts = scripted(CALLS, CALLS)
+    tools = ["--tools", str(tmp_path / "tools.json"), "--reasoning-effort", "max"]
+    assert generate_long(checkpoint, "--chat", "--prompt", "hi", *tools) == 0
+    assert capsys.readouterr().out == SHOWN
+    assert generate_long(checkpoint, "--messages", str(tmp_path / "chat.json")) == 0
+    assert capsys.readouterr().out == SHOWN
+    expected = encode_messages(chat["messages"], tools=[WEATHER], reasoning_effort="max")
+    assert prompts == [expected, expected]
+
+
+def test_results_of_calls_are_typed(checkpoint, tmp_path, typed, capsys, scripted):
+    (tmp_path / "tools.json").write_text(json.dumps({"tools": [WEATHER]}))
+    cut_off = ("no", ("</think>",), "<", ("｜DSML｜",), "tool_calls>\n<", ("｜DSML｜",), 'invoke name="a"')
+    prompts = scripted(CALLS, ("ok", ("</think>",), "12°"), cut_off)
+    typed("Weather?", "twelve", "and now?")
+    assert generate_long(checkpoint, "--chat", "--thinking", "--tools", str(tmp_path / "tools.json")) == 0
+    captured = capsys.readouterr()
+    assert captured.out == SHOWN + "ok\n</think>\n12°\nno\n\n"
+    assert "tool call a(): the reply ended within it" in captured.err
+    assert prompts[2].endswith(
+        "<｜User｜><tool_result>twelve</tool_result><｜Assistant｜><think>ok</think>12°<｜end▁of▁sentence｜>"
+        "<｜User｜>and now?<｜Assistant｜><think>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tools", "flags", "message"),
+    [
+        ("{}", ["--chat"], "expected a JSON list of"),
+        ("[3]", ["--chat"], "tools[0]: expected"),
+        ("[", ["--chat"], "not valid JSON"),
+        ("[]", [], "--tools needs --chat"),
+        ("[]", ["--chat", "--reasoning-effort", "huge"], "reasoning_effort='huge' is not supported by DeepSeek-V4"),
+        ("[]", ["--chat", "--reasoning-effort", "none", "--thinking"], "thinking=True beside reasoning_effort='none'"),
+        ("[]", ["--reasoning-effort", "low"], "--reasoning-effort needs --chat"),
+    ],
+)
+def test_wrong_tools(checkpoint, tmp_path, capsys, tools, flags, message):
+    (tmp_path / "tools.json").write_text(tools)
+    assert generate(checkpoint, "--prompt", "hi", "--tools", str(tmp_path / "tools.json"), *flags) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_options_of_a_line(checkpoint, tmp_path, capsys):
+    """Of ``--prompts``: they are preferred to those of the flags."""
+    turns = [{"role": "user", "content": "hi"}]
+    lines = [
+        {"messages": turns, "thinking": False},
+        {"messages": turns, "reasoning_effort": "max"},
+        {"messages": turns},
+        {"messages": [*turns, {"role": "assistant", "content": "On"}], "continue_final_message": True},
+    ]
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--prompts", str(tmp_path / "prompts"), "--chat", "--thinking"]
+    assert generate_long(checkpoint, *flags, "--max-tokens", "3", "--temperature", "0") == 0
+    found = {line["index"]: line["token_ids"] for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    with LLM(checkpoint, device="cpu", progress=False, max_model_len=4000) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3)
+        options = [{"thinking": False}, {"reasoning_effort": "max"}, {"thinking": True}]
+        options.append({"thinking": True, "continue_final_message": True})
+        for i, (line, given) in enumerate(zip(lines, options, strict=True)):
+            assert found[i] == llm.chat(line["messages"], params, **given).token_ids
+    (tmp_path / "prompts").write_text(json.dumps({"prompt": "hi", "tools": []}))
+    assert generate(checkpoint, "--prompts", str(tmp_path / "prompts")) == 2
+    assert "no such keys: tools" in capsys.readouterr().err

@@ -1,10 +1,15 @@
 """Chat encoding: exact strings, the choice of encoder, and errors that say what to do."""
 
+import importlib
 import json
+from pathlib import Path
 
 import pytest
 
 from deepseek_attn.text.chat import build_prompt, describe_chat_format, encode_messages, parse_completion
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+THINK = "<think>"
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -98,7 +103,7 @@ def test_as_deepseek_recipe_renders(messages, v4, v41, thinking):
     end = f"{A}<think>" if thinking else f"{A}</think>"
     assert encode_messages(messages, thinking) == BOS + v4 + end
     first = {"S": EFFORT if thinking else "<｜System｜>", "M": EFFORT if thinking else ""}
-    assert encode_messages(messages, thinking, v41=True) == BOS + v41.format_map(first) + end
+    assert encode_messages(messages, thinking, "V4.1") == BOS + v41.format_map(first) + end
 
 
 EFFORT = "<｜System｜>Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
@@ -132,7 +137,7 @@ LATER = {"role": "system", "content": "Rhyme."}
     ids=["chat", "thinking", "system", "thinking-system", "later-system", "system-before-user", "system-after-user"],
 )
 def test_encode_v41(messages, thinking, expected):
-    assert encode_messages(messages, thinking, v41=True) == BOS + expected
+    assert encode_messages(messages, thinking, "V4.1") == BOS + expected
 
 
 @pytest.mark.parametrize(
@@ -150,18 +155,24 @@ def test_encode_v41(messages, thinking, expected):
 )
 def test_encode_v32(thinking, messages, expected):
     """Strings of mlx-lm 0.32.2's port of the encoder that V3.2 ships."""
-    assert encode_messages(messages, thinking, v32=True) == BOS + expected
+    assert encode_messages(messages, thinking, "V3.2") == BOS + expected
 
 
 @pytest.mark.parametrize("last", [[SYSTEM], [HI, SYSTEM]])
 def test_v32_answers_a_user(last):
     with pytest.raises(ValueError, match="the last message is a system message"):
-        encode_messages(last, v32=True)
+        encode_messages(last, version="V3.2")
 
 
 def test_empty_values_of_other_keys_are_ignored():
     dumped = {"role": "user", "content": "hi", "tool_calls": None, "tools": [], "name": None, "reasoning_content": None}
     assert encode_messages([dumped]) == encode_messages([HI])
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ASKS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "4", "tool_call_id": "a"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
@@ -170,18 +181,35 @@ def test_empty_values_of_other_keys_are_ignored():
         ([], "non-empty list"),
         ("hi", "non-empty list"),
         (["hi"], "message 0: expected a dict"),
-        ([{"role": "tool", "content": "4"}], r"role 'tool' is not supported .*encoding/ folder"),
-        ([{"role": "developer", "content": "x"}], "role 'developer'"),
+        (
+            [{"role": "function", "content": "4"}],
+            r"role 'function' is not supported \(supported: system, developer, user",
+        ),
         ([{"content": "x"}], "role None"),
         ([{"role": "user", "content": None}], "content must be a string or a list of text parts, got NoneType"),
         ([{"role": "user", "content": ["x"]}], 'content part 0 must be {"type": "text", "text": "..."}, got str'),
         ([{"role": "user", "content": [{"type": "text"}]}], "content part 0 must be"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "without images"),
-        ([{**SYSTEM, "tools": [{"name": "f"}]}, HI], r"tools not supported.*encoding/ folder"),
-        ([{**HI, "response_format": {"type": "json"}}], "response_format not supported"),
-        ([HI, {**HELLO, "tool_calls": [{}]}, BYE], "message 1: tool_calls not supported"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "of content parts only text is supported, not 'audio'"),
+        ([{**HI, "tools": [TOOL]}], "tools belong to a system or developer message, or are given for the whole"),
+        ([{**HI, "response_format": {"type": "json"}}], "response_format belong to a system or developer message"),
+        ([{**SYSTEM, "tools": [{"type": "retrieval"}]}], r'message 0: tools\[0\]: expected \{"type": "function"'),
+        ([{**SYSTEM, "tools": "f"}], "message 0: tools: expected a list of tools, got str"),
+        ([{**HI, "tool_calls": [CALL]}], "tool_calls belong to assistant messages, not to role 'user'"),
+        ([HI, {**HELLO, "tool_calls": [{}]}, BYE], r"message 1: tool_calls\[0\]: expected"),
+        ([HI, {**HELLO, "tool_calls": 3}, BYE], "message 1: tool_calls must be a list, got int"),
+        ([HI, ASKS, HI], "message 1: 0 tool messages follow its 1 calls: one must for each"),
+        ([HI, ASKS, {**RESULT, "tool_call_id": "b"}], r"message 2: a tool message answers .*'b' is none of \['a'\]"),
+        ([HI, ASKS, RESULT, RESULT], "message 3: a tool message answers a call of the message before it"),
+        ([HI, {**ASKS, "tool_calls": [CALL, {**CALL, "id": "b"}]}, RESULT], "1 tool messages follow its 2 calls"),
+        ([HI, {**ASKS, "tool_calls": [CALL, {**CALL, "id": "b"}]}, RESULT, RESULT], "have one tool_call_id"),
+        ([RESULT], "message 0: a tool message answers a call"),
+        ([{**HI, "tool_call_id": "a"}], "tool_call_id belongs to a tool message"),
+        ([{**HI, "task": "sing"}], "task 'sing' is none of action, query, authority, domain, title, read_url"),
+        ([{**HI, "prefix": True}], "prefix belongs to the last message, an assistant's"),
+        ([HI, {**HELLO, "prefix": True}, BYE], "message 1: prefix belongs to the last message"),
         ([{**HI, "reasoning_content": "x"}], "belongs to assistant"),
         ([HI, {**HELLO, "reasoning_content": 3}], "reasoning_content must be a string"),
+        ([{**HI, "audio": "x"}], "audio not supported by the built-in encoding; remove them"),
     ],
 )
 def test_refuses(messages, message):
@@ -189,9 +217,160 @@ def test_refuses(messages, message):
         encode_messages(messages)
 
 
+@pytest.mark.parametrize(
+    ("version", "options", "message"),
+    [
+        ("V4", {"thinking": True, "reasoning_effort": "none"}, "thinking=True beside reasoning_effort='none'"),
+        ("V4", {"thinking": False, "reasoning_effort": "low"}, "thinking=False beside reasoning_effort='low'"),
+        (
+            "V4",
+            {"reasoning_effort": 50},
+            "reasoning_effort=50 is not supported by DeepSeek-V4: there are none, minimal",
+        ),
+        ("V4.1", {"reasoning_effort": 101}, "max, or an integer from 1 to 100"),
+        ("V4.1", {"reasoning_effort": True}, "reasoning_effort=True is not supported by DeepSeek-V4.1"),
+        ("V3.2", {"reasoning_effort": "low"}, "is not supported by DeepSeek-V3.2: it has no efforts"),
+        ("V4", {"tools": [3]}, r"tools\[0\]: expected"),
+        ("V4", {"tools": [{**TOOL, "namespace": "a::b"}]}, "namespace 'a::b' must be a name without '::'"),
+        ("V4", {"tools": [{"name": "b::f", "namespace": "a"}]}, "'b::f' is of the namespace 'b', and 'a' is given"),
+        ("V4", {"tool_choice": "f"}, "tool_choice='f': supported are 'auto', 'none' and 'required'"),
+        ("V4", {"tool_choice": "required"}, "'required' needs tools, chat mode"),
+        ("V4", {"tools": [TOOL], "tool_choice": "required", "thinking": True}, "'required' needs tools, chat mode"),
+        ("V4", {"response_format": {"type": "xml"}}, "response_format={'type': 'xml'}: expected"),
+        ("V4", {"response_format": {"type": "json_schema"}}, "'json_schema': {'schema'"),
+        ("V4", {"continue_final_message": True}, "message 0: only an assistant message can be continued"),
+    ],
+)
+def test_refuses_options(version, options, message):
+    with pytest.raises(ValueError, match=message):
+        encode_messages([HI], version=version, **options)
+
+
+@pytest.mark.parametrize(
+    "messages", [[{**HI, "task": "query"}], [{"role": "latest_reminder", "content": "x"}, HI]], ids=["task", "reminder"]
+)
+def test_v32_has_neither_tasks_nor_reminders(messages):
+    with pytest.raises(ValueError, match=r"this encoding has no tasks|role 'latest_reminder' is not supported"):
+        encode_messages(messages, version="V3.2")
+
+
 def test_all_problems_at_once():
-    with pytest.raises(ValueError, match=r"(?s)message 0: content.*message 1: role 'tool'"):
-        encode_messages([{"role": "user", "content": 1}, {"role": "tool", "content": "x"}])
+    with pytest.raises(ValueError, match=r"(?s)message 0: content.*message 1: role 'function'"):
+        encode_messages([{"role": "user", "content": 1}, {"role": "function", "content": "x"}])
+
+
+GOLDEN = json.loads((Path(__file__).parent / "chat_prompts.json").read_text(encoding="utf-8"))
+ROUND_TRIP = [case for case in GOLDEN["cases"] if case["messages"][-1].get("role") == "assistant"]
+
+
+def golden_id(case):
+    return f"{case['name']}-{case['version']}-{'thinking' if case['thinking'] else 'chat'}"
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=golden_id)
+def test_prompts_of_other_programs(case):
+    """Strings of deepseek-recipe, and of the shipped encoders in vLLM and SGLang for what it does not have."""
+    prompt = encode_messages(case["messages"], case["thinking"], case["version"], **case["options"])
+    assert prompt.replace(GOLDEN["tools"][case["version"]], "TOOLS") == case["prompt"]
+
+
+def test_the_prompts_are_of_all_versions_and_roles():
+    found = {(case["version"], message["role"]) for case in GOLDEN["cases"] for message in case["messages"]}
+    assert found >= {(version, role) for version in ("V3.2", "V4", "V4.1") for role in ("system", "developer", "tool")}
+    assert len(GOLDEN["cases"]) > 90
+
+
+@pytest.mark.parametrize("case", ROUND_TRIP, ids=golden_id)
+def test_an_answer_is_parsed_back(case):
+    *before, last = case["messages"]
+    if last.get("prefix") or last.get("wo_eos"):
+        pytest.skip("it has not ended")
+    start = encode_messages(before, case["thinking"], case["version"], **case["options"])
+    whole = encode_messages(case["messages"], case["thinking"], case["version"], **case["options"])
+    assert whole.startswith(start)
+    reply = parse_completion(whole.removeprefix(start), start.endswith(THINK))
+    assert reply.answer == last["content"]
+    assert reply.reasoning == (last.get("reasoning_content", "") if start.endswith(THINK) else "")
+
+
+@pytest.mark.parametrize("version", ["V3.2", "V4", "V4.1"])
+def test_random_conversations_are_parsed_back(monkeypatch, version):
+    """Rendered replies, parsed whole, give reasoning, answer and the calls with the types of their arguments."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    drawing = importlib.import_module("compare_chat").Drawing(version)
+    for _ in range(200):
+        text, thinking, expected = drawing.reply(version)
+        reply = parse_completion(text, thinking)
+        assert (reply.reasoning, reply.answer) == (expected.reasoning, expected.answer)
+        assert [(call.name, call.values) for call in reply.tool_calls] == list(expected.tool_calls)
+
+
+def test_deepseek_recipe_has_the_same_prompts_and_replies(monkeypatch, capsys):
+    recipe = pytest.importorskip("deepseek_recipe", reason="needs deepseek-recipe: pip install deepseek-recipe")
+    monkeypatch.syspath_prepend(SCRIPTS)
+    counts = importlib.import_module("compare_chat").compare_recipe(recipe, 300)
+    assert [count.different for count in counts] == [0, 0, 0], capsys.readouterr().err
+    assert min(count.compared - count.explained for count in counts) > 200
+
+
+EFFORT_BEGINS = {"low": "", "high": "Reasoning Effort: Absolute maximum", "max": "Reasoning Effort: Beyond maximum"}
+
+
+def test_reasoning_efforts():
+    """``"none"`` is chat mode, any other thinking mode; V4's first checkpoints know one text."""
+    assert encode_messages([HI], reasoning_effort="none") == encode_messages([HI], False)
+    for effort, begins in EFFORT_BEGINS.items():
+        prompt = encode_messages([HI], reasoning_effort=effort)
+        assert prompt.startswith(BOS + (begins or "<｜User｜>"))
+        assert prompt.endswith(THINK)
+    for alias, effort in (("minimal", "low"), ("medium", "high"), ("xhigh", "high")):
+        for version in ("V4", "V4.1"):
+            assert encode_messages([HI], None, version, reasoning_effort=alias) == encode_messages(
+                [HI], None, version, reasoning_effort=effort
+            )
+    assert encode_messages([HI], True) == encode_messages([HI], reasoning_effort="low")
+    first = [encode_messages([HI], None, "V4-first", reasoning_effort=effort) for effort in EFFORT_BEGINS]
+    assert first == [encode_messages([HI], reasoning_effort=effort) for effort in ("low", "low", "high")]
+    assert encode_messages([HI], True, "V4.1") == encode_messages([HI], None, "V4.1", reasoning_effort="high")
+
+
+def test_tool_choice():
+    chosen = encode_messages([HI], tools=[TOOL], tool_choice="required")
+    assert chosen == encode_messages([HI], tools=[TOOL]) + "\n\n<｜DSML｜tool_calls>\n"
+    assert encode_messages([HI], tools=[TOOL], tool_choice="none") == encode_messages([HI])
+    assert encode_messages([HI], tools=[]) == encode_messages([HI])
+    assert encode_messages([HI], tools=[TOOL["function"]]) == encode_messages([HI], tools=[TOOL])
+
+
+@pytest.mark.parametrize("given", ["notjson", "[1]", "3", ""])
+def test_arguments_that_are_no_object(given):
+    """As deepseek-recipe writes them: one parameter with the text."""
+    call = {**CALL, "function": {"name": "f", "arguments": given}}
+    prompt = encode_messages([HI, {**ASKS, "tool_calls": [call]}, RESULT])
+    assert f'<｜DSML｜parameter name="arguments" string="true">{given}</｜DSML｜parameter>' in prompt
+
+
+def test_namespaces():
+    """As V4.1's shipped encoder writes them: in front of the name, and the description of the namespace too."""
+    tool = {
+        **TOOL,
+        "function": {"name": "f", "description": "Finds."},
+        "namespace": {"name": "s", "description": "Search."},
+    }
+    prompt = encode_messages([HI], False, "V4.1", tools=[tool])
+    assert '{"name": "s::f", "description": "Search.\\nFinds."}' in prompt
+    for call in ({**CALL, "namespace": "s"}, {**CALL, "function": {"name": "s::f", "arguments": {}}}):
+        prompt = encode_messages([HI, {**ASKS, "tool_calls": [call]}], False, "V4.1")
+        assert '<｜DSML｜ invoke name="s::f">' in prompt
+
+
+def test_continued_answers():
+    partial = [HI, {**HELLO, "content": "hel"}]
+    for thinking, end in ((False, "</think>hel"), (True, "<think>greet back</think>hel")):
+        prompt = encode_messages(partial, thinking, continue_final_message=True)
+        assert prompt.endswith(f"<｜Assistant｜>{end}")
+        assert prompt == encode_messages([HI, {**partial[1], "prefix": True}], thinking)
+    assert encode_messages([HI, {**HELLO, "content": None, "prefix": True}], True).endswith("<think>greet back")
 
 
 @pytest.mark.parametrize(
@@ -209,14 +388,14 @@ def test_all_problems_at_once():
     ],
 )
 def test_parse_completion(text, thinking, expected):
-    assert parse_completion(text, thinking) == expected
+    assert parse_completion(text, thinking) == (*expected, ())
 
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_a_parsed_completion_goes_back_into_the_prompt_unchanged(thinking):
     start = encode_messages([HI], thinking)
     completion = f"r</think>a{EOS}" if thinking else f"a{EOS}"
-    reasoning, answer = parse_completion(completion, thinking)
+    reasoning, answer, _ = parse_completion(completion, thinking)
     turn = {"role": "assistant", "content": answer, "reasoning_content": reasoning}
     assert encode_messages([HI, turn], thinking) == start + completion
 
