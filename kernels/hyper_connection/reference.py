@@ -133,9 +133,9 @@ def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     return hc_collapse(streams, torch.sigmoid(mix * hc.scale + hc.base) + hc.hc_eps, hc.rms_eps, hc.norm)
 
 
-def hc_collapse(streams: Tensor, weights: Tensor, eps: float, norm: Tensor | None = None) -> Tensor:
+def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_collapse`."""
     x = torch.bmm(weights.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)
     if norm is None:
         return x
-    return rms_norm(x, eps, norm)
+    return rms_norm(x, rms_eps, norm)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.dispatch import implementation, runs_triton
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
@@ -50,11 +50,7 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
         compressors: the layer's own and its indexer's, or none (layers with the window only).
         batch: of the compressors; None without any.
     """
-    if runs_triton(tokens.qr):
-        from deepseek_attn.kernels.insert.launch import insert_tokens as op
-    else:
-        from deepseek_attn.kernels.insert.reference import insert_tokens as op
-    return op(tokens, compressors, batch)
+    return implementation(insert_tokens, runs_triton(tokens.qr))(tokens, compressors, batch)
 
 
 def insert_latents(tokens: LatentTokens) -> Tensor:
@@ -74,11 +70,7 @@ def insert_latents(tokens: LatentTokens) -> Tensor:
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    if runs_triton(tokens.qr):
-        from deepseek_attn.kernels.insert.launch import insert_latents as op
-    else:
-        from deepseek_attn.kernels.insert.reference import insert_latents as op
-    return op(tokens)
+    return implementation(insert_latents, runs_triton(tokens.qr))(tokens)
 
 
 def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
@@ -96,11 +88,7 @@ def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    if runs_triton(tokens.qr):
-        from deepseek_attn.kernels.insert.launch import norm_rope_insert as op
-    else:
-        from deepseek_attn.kernels.insert.reference import norm_rope_insert as op
-    return op(tokens)
+    return implementation(norm_rope_insert, runs_triton(tokens.qr))(tokens)
 
 
 def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
@@ -119,11 +107,7 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
     """
-    if runs_triton(batch.positions):
-        from deepseek_attn.kernels.insert.launch import compress_and_insert as op
-    else:
-        from deepseek_attn.kernels.insert.reference import compress_and_insert as op
-    op(compressors, batch)
+    implementation(compress_and_insert, runs_triton(batch.positions))(compressors, batch)
 
 
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
@@ -137,11 +121,7 @@ def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if runs_triton(part.kv):
-        from deepseek_attn.kernels.insert.launch import compress_latents as op
-    else:
-        from deepseek_attn.kernels.insert.reference import compress_latents as op
-    return op(part, batch)
+    return implementation(compress_latents, runs_triton(part.kv))(part, batch)
 
 
 def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
@@ -155,11 +135,7 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
     Raises:
         ValueError: rows or a pool that do not fit the record.
     """
-    if runs_triton(rows):
-        from deepseek_attn.kernels.insert.launch import rope_insert as op
-    else:
-        from deepseek_attn.kernels.insert.reference import rope_insert as op
-    op(rows, positions, cos_sin, cache)
+    implementation(rope_insert, runs_triton(rows))(rows, positions, cos_sin, cache)
 
 
 def query_norm_rope(raw_q: RawQueries) -> Tensor:
@@ -172,8 +148,4 @@ def query_norm_rope(raw_q: RawQueries) -> Tensor:
         ValueError: ``num_heads`` does not divide the columns of ``q``, or exceeds ``padded_heads``; tensors that
             disagree or that the kernel does not support.
     """
-    if runs_triton(raw_q.q):
-        from deepseek_attn.kernels.insert.launch import query_norm_rope as op
-    else:
-        from deepseek_attn.kernels.insert.reference import query_norm_rope as op
-    return op(raw_q)
+    return implementation(query_norm_rope, runs_triton(raw_q.q))(raw_q)
