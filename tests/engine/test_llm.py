@@ -547,6 +547,57 @@ def test_reasoning_ends_at_the_token_alone(llm, tmp_path, special, stop):
                 )
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+DSML = ("｜DSML｜",)
+CALLING = [
+    "\n\n<", DSML, "tool_calls>\n<", DSML, 'invoke name="weather">\n<', DSML,
+    'parameter name="city" string="true">a</｜DSML｜parameter>b</', DSML, "parameter>\n<", DSML,
+    'parameter name="days" string="false">[1, 2]</', DSML, "parameter>\n</", DSML, "invoke>\n</", DSML, "tool_calls>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stop", [(), ("zz",)], ids=["", "stop-strings"])
+def test_tool_calls(llm, stop):
+    """Whole and streamed, and back into the next prompt; markup that is spelled in ordinary tokens is text."""
+    params = replace(GREEDY, max_tokens=500, stop=stop, ignore_eos=True)
+    with LLM(llm.directory, **OPTIONS | {"max_model_len": 3000}) as own:
+        messages = [{"role": "user", "content": "hi"}]
+        prompt, _ = own.chat_prompt(messages, tools=[TOOL], thinking=True)
+        text = own.tokenizer.decode(prompt)
+        stream = reply(own, text, ["why", ("</think>",), "I look.", *CALLING], params)
+        assert stream._request.prompt_token_ids == prompt
+        streamed = list(stream.parts())
+        stream._request.end("abort")
+        completion = stream.completion
+        assert (completion.reasoning, completion.answer) == ("why", "I look.")
+        [call] = completion.tool_calls
+        assert (call.name, call.values) == ("weather", {"city": "a</｜DSML｜parameter>b", "days": [1, 2]})
+        assert [piece for part, piece in streamed if part == "tool_call"] == ["weather"]
+        assert len(streamed) > 20, "arguments come in pieces"
+        assert "".join(piece for part, piece in streamed if part == "arguments") == call.arguments
+        result = {"role": "tool", "tool_call_id": "call_0", "content": "12"}
+        going_on, _ = own.chat_prompt([*messages, completion.message, result], tools=[TOOL], thinking=True)
+        eos = own.tokenizer.eos_token_id
+        assert going_on[: len(prompt) + len(completion.token_ids) + 1] == [*prompt, *completion.token_ids, eos]
+        assert (
+            own.chat(messages, tools=[TOOL], params=params, tool_choice="required").prompt_token_ids[-1]
+            == (own.tokenizer.encode("\n")[0])
+        )
+        with pytest.raises(TypeError, match="tool"):
+            own.chat(messages, tool=[TOOL])
+
+
+def test_an_answer_that_is_continued(llm, free_pages):
+    """Its beginning is of the prompt, and newlines behind that are kept."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}]
+    ids, _ = llm.chat_prompt(messages, continue_final_message=True)
+    text = llm.tokenizer.decode(ids)
+    assert text == "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜></think>So"
+    stream = reply(llm, text, ["\n\nit is"], replace(GREEDY, max_tokens=50))
+    assert "".join(piece for _, piece in stream.parts()) == "\n\nit is"
+    assert stream.completion.answer == "\n\nit is"
+
+
 def test_a_special_token_as_stop_string(llm, free_pages):
     """Its text is never there to be found: the token itself ends the request."""
     stream = reply(llm, "hi", ["a", ("<｜User｜>",), "b"], replace(GREEDY, max_tokens=50, stop="<｜User｜>"))

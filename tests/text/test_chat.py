@@ -260,7 +260,7 @@ def test_all_problems_at_once():
 
 
 GOLDEN = json.loads((Path(__file__).parent / "chat_prompts.json").read_text(encoding="utf-8"))
-ROUND_TRIP = [case for case in GOLDEN["cases"] if case["messages"][-1].get("role") == "assistant"]
+ANSWERED = [case for case in GOLDEN["cases"] if any(turn["role"] == "assistant" for turn in case["messages"])]
 
 
 def golden_id(case):
@@ -280,17 +280,24 @@ def test_the_prompts_are_of_all_versions_and_roles():
     assert len(GOLDEN["cases"]) > 90
 
 
-@pytest.mark.parametrize("case", ROUND_TRIP, ids=golden_id)
-def test_an_answer_is_parsed_back(case):
-    *before, last = case["messages"]
-    if last.get("prefix") or last.get("wo_eos"):
-        pytest.skip("it has not ended")
-    start = encode_messages(before, case["thinking"], case["version"], **case["options"])
-    whole = encode_messages(case["messages"], case["thinking"], case["version"], **case["options"])
-    assert whole.startswith(start)
-    reply = parse_completion(whole.removeprefix(start), start.endswith(THINK))
-    assert reply.answer == last["content"]
-    assert reply.reasoning == (last.get("reasoning_content", "") if start.endswith(THINK) else "")
+@pytest.mark.parametrize("case", ANSWERED, ids=golden_id)
+def test_each_answer_is_parsed_back(case):
+    """Reasoning, text and typed arguments of every finished assistant message, out of the prompt up to its EOS."""
+    for i, turn in enumerate(case["messages"]):
+        if turn["role"] != "assistant" or turn.get("prefix"):
+            continue
+        prompts = [
+            encode_messages(case["messages"][:end], case["thinking"], case["version"], **case["options"])
+            for end in (i, i + 1)
+        ]
+        reply = parse_completion(prompts[1].removeprefix(prompts[0]), prompts[0].endswith(THINK))
+        assert prompts[1].startswith(prompts[0])
+        assert reply.answer == turn["content"]
+        assert reply.reasoning == (turn.get("reasoning_content", "") if prompts[0].endswith(THINK) else "")
+        functions = [call["function"] for call in turn.get("tool_calls", [])]
+        expected = [(function["name"], json.loads(function["arguments"])) for function in functions]
+        if case["name"] != "special-tokens":  # of a text all are tokens
+            assert [(call.name, call.values) for call in reply.tool_calls] == expected
 
 
 @pytest.mark.parametrize("version", ["V3.2", "V4", "V4.1"])
