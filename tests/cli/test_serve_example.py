@@ -1,0 +1,210 @@
+"""``scripts/serve_example.py`` as the ``openai`` package sees it: an endpoint on a port of this machine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepseek_attn import LLM, SamplingParams
+from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.text.tokenizer import REPLACEMENT
+from tests.support.small_models import three_layers
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+NEEDED = "needs the openai package, starlette and uvicorn: pip install openai 'deepseek-attn[serve]'"
+openai = pytest.importorskip("openai", reason=NEEDED)
+pytest.importorskip("starlette", reason=NEEDED)
+uvicorn = pytest.importorskip("uvicorn", reason=NEEDED)
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+CALLS = (
+    "Hm.</think>I look.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"weather\">\n"
+    "<｜DSML｜parameter name=\"city\" string=\"true\">Łódź</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke "
+    "name=\"weather\">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls><｜end▁of▁sentence｜>"
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    config = three_layers()
+    path = write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
+    with LLM(path, device="cpu", progress=False, max_model_len=3000, max_num_seqs=4) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def client(llm):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        app = importlib.import_module("serve_example").make_app(llm, "tiny")
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as found:
+        yield found
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def writes(llm, monkeypatch):
+    """Has the model write a text, token by token."""
+
+    def write(text: str) -> None:
+        tokens = llm.tokenizer.encode(text)
+
+        def forced(output, row):
+            allowed = torch.full_like(row, -torch.inf)
+            allowed[tokens[len(output)]] = 0
+            return allowed
+
+        make = llm._make_request
+        forcing = {"logits_processors": (forced,), "max_tokens": len(tokens)}
+        monkeypatch.setattr(
+            llm, "_make_request", lambda prompt, params, index: make(prompt, replace(params, **forcing), index)
+        )
+
+    return write
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_completions(client, llm):
+    found = client.completions.create(model="tiny", prompt="Hello", max_tokens=6, temperature=0, logprobs=2)
+    [expected] = llm.generate("Hello", replace(GREEDY, logprobs=2))
+    [choice] = found.choices
+    assert (choice.text, choice.finish_reason) == (expected.text, "length")
+    assert choice.logprobs.token_logprobs == list(expected.logprobs.logprobs)
+    texts = [llm.tokenizer.decode([i]) for i in expected.token_ids]
+    ids = [f"token_id:{i}" for i in expected.token_ids]
+    shown = [i if not text or REPLACEMENT in text else text for i, text in zip(ids, texts, strict=True)]
+    assert choice.logprobs.tokens == shown
+    assert REPLACEMENT in "".join(texts)
+    assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 6
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(expected.prompt_token_ids), 6)
+    several = client.completions.create(
+        model="tiny", prompt=["a", "b"], max_tokens=3, seed=4, n=2, extra_body={"top_k": 9, "min_p": 0.1}
+    )
+    params = SamplingParams(max_tokens=3, seed=4, n=2, top_k=9, min_p=0.1)
+    outputs = [output.text for completion in llm.generate(["a", "b"], params) for output in completion.outputs]
+    assert [choice.text for choice in several.choices] == outputs
+    assert several.usage.prompt_tokens == 4
+
+
+def test_streamed_completions(client, llm):
+    options = {"model": "tiny", "max_tokens": 6, "temperature": 0, "stream": True, "logprobs": 1}
+    chunks = list(client.completions.create(prompt=["Hello"], stream_options={"include_usage": True}, **options))
+    [expected] = llm.generate("Hello", replace(GREEDY, logprobs=1))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == expected.text
+    logprobs = [logprob for chunk in chunks[:-1] for logprob in chunk.choices[0].logprobs.token_logprobs]
+    assert logprobs == list(expected.logprobs.logprobs)
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == 6
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_chats(client, llm, stream):
+    expected = llm.chat(HI, replace(GREEDY, logprobs=1), reasoning_effort="max")
+    found = client.chat.completions.create(
+        model="tiny", messages=HI, max_completion_tokens=6, temperature=0, reasoning_effort="max", stream=stream,
+        logprobs=True, top_logprobs=1,
+    )  # fmt: skip
+    if not stream:
+        assert found.usage.prompt_tokens == len(expected.prompt_token_ids)
+        assert found.choices[0].message.reasoning_content == expected.reasoning
+        logprobs = found.choices[0].logprobs.content
+    else:
+        chunks = [chunk.choices[0] for chunk in found]
+        texts = [getattr(chunk.delta, "reasoning_content", None) or "" for chunk in chunks]
+        assert "".join(texts) == expected.reasoning
+        assert chunks[0].delta.role == "assistant"
+        assert chunks[-1].finish_reason == "length"
+        logprobs = [token for chunk in chunks for token in chunk.logprobs.content]
+    assert [token.logprob for token in logprobs] == list(expected.logprobs.logprobs)
+    assert all(len(token.top_logprobs) == 1 for token in logprobs)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_tools(client, llm, writes, stream):
+    writes(CALLS)
+    options = {"model": "tiny", "tools": [TOOL], "reasoning_effort": "high"}
+    found = client.chat.completions.create(messages=HI, stream=stream, **options)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in found]
+        reason = chunks[-1].finish_reason
+        content = "".join(chunk.delta.content or "" for chunk in chunks)
+        calls = []
+        for piece in (piece for chunk in chunks for piece in chunk.delta.tool_calls or []):
+            if piece.id:
+                calls.append([piece.id, piece.function.name, ""])
+            calls[piece.index][2] += piece.function.arguments
+        assert len(chunks) > 20
+    else:
+        [choice] = found.choices
+        reason, content = choice.finish_reason, choice.message.content
+        calls = [[call.id, call.function.name, call.function.arguments] for call in choice.message.tool_calls]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "12"} for call in choice.message.tool_calls]
+        asked = [*HI, choice.message.model_dump(exclude_none=True), *results]
+        again = client.chat.completions.create(messages=asked, **options)
+        assert again.choices[0].message.content == "I look."
+    assert (reason, content) == ("tool_calls", "I look.")
+    assert [(name, json.loads(text)) for _, name, text in calls] == [("weather", {"city": "Łódź"}), ("weather", {})]
+    assert len({number for number, _, _ in calls}) == 2
+
+
+def test_requests_at_the_same_time(client, llm):
+    def ask(i: int) -> str:
+        found = client.completions.create(model="tiny", prompt=f"word {i}", max_tokens=6, temperature=0, stream=i % 2)
+        return "".join(chunk.choices[0].text for chunk in found) if i % 2 else found.choices[0].text
+
+    with ThreadPoolExecutor(9) as threads:
+        found = list(threads.map(ask, range(9)))
+    assert found == [completion.text for completion in llm.generate([f"word {i}" for i in range(9)], GREEDY)]
+
+
+def test_a_client_that_goes_away(client, llm):
+    stream = client.completions.create(
+        model="tiny", prompt="a", max_tokens=2900, extra_body={"ignore_eos": True}, stream=True
+    )
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 60
+    while llm.engine.has_unfinished and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"model": "other"}, "model 'other' is not here: the only one is 'tiny'"),
+        ({"messages": []}, "messages must be a non-empty list"),
+        ({"temperature": -1}, "temperature"),
+        ({"echo": True}, "not supported: echo; supported are "),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0]: expected"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort='huge' is not supported"),
+        ({"n": 2, "stream": True}, "n=2"),
+    ],
+)
+def test_wrong_requests(client, body, message):
+    fields = {"model": "tiny", "messages": HI} | body
+    known = {key: fields.pop(key) for key in ("model", "messages")}
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(**known, extra_body=fields)
+    assert message in error.value.message
