@@ -27,12 +27,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deepseek_attn.text.chat import ENCODINGS, encode_messages, parse_completion
+from deepseek_attn.data import SMALL_CHECKPOINT
+from deepseek_attn.text.chat import ENCODINGS, build_prompt, encode_messages, parse_completion
 from deepseek_attn.text.encoding import EOS
 from deepseek_attn.text.reply import ANSWER, DSML, SYMBOLS, Reply, ReplyStart, spelled_marks
+from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Message = dict[str, Any]
-TEXTS = ("hi", "\n x ", 'é"\\<b>', 'json {"a": 1}', "<｜User｜> </think>", "多 字", "a\n\nb", "e\u0301 🙂")
+TEXTS = (
+    "hi",
+    "\n x ",
+    'é"\\<b>',
+    'json {"a": 1}',
+    "<｜User｜> </think>",
+    "多 字",
+    "a\n\nb",
+    "e\u0301 🙂",
+    "</｜DSML｜",
+)
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 FORMATS = (
@@ -200,16 +212,16 @@ class Drawing:
         message = {"role": "assistant", "content": self.text().strip("\n"), "reasoning_content": ""}
         message |= {"tool_calls": self.calls(0)} if self.chance(0.7) else {}
         message |= {"reasoning_content": self.text().strip("\n")} if thinking else {}
-        texts = [message["content"], message["reasoning_content"], json.dumps(message, ensure_ascii=False)]
-        if any(token in text for token in (*SYMBOLS, "<think>") for text in texts):
-            return self.reply(version)  # of a text all are tokens
-        question = [{"role": "user", "content": "q"}]
-        start = encode_messages(question, thinking, version)
-        text = encode_messages([*question, message], thinking, version).removeprefix(start)
         calls = []
         for call in message.get("tool_calls", []):
             arguments = call["function"]["arguments"]
             calls.append((call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments))
+        written = json.dumps([message["content"], message["reasoning_content"], calls], ensure_ascii=False)
+        if any(token in written for token in (*SYMBOLS, "<think>")):
+            return self.reply(version)  # of a text all are tokens
+        question = [{"role": "user", "content": "q"}]
+        start = encode_messages(question, thinking, version)
+        text = encode_messages([*question, message], thinking, version).removeprefix(start)
         return text, thinking, Reply(message["reasoning_content"], message["content"], tuple(calls))
 
     def broken_reply(self) -> str:
@@ -249,6 +261,20 @@ class Recipe:
 
     def prompt(self, conversation: Conversation, version: str) -> str | None:
         """None: it refuses the conversation."""
+        converted = self.converted(conversation, version)
+        return None if converted is None else self.encoding(version).render_conversation(converted).prompt
+
+    def ids(self, conversation: Conversation, tokenizer: Path) -> list[int] | None:
+        """Token ids of V4's prompt by a ``tokenizer.json``."""
+        converted = self.converted(conversation, "V4")
+        encoding = self.encoding("V4").with_tokenizer(self.module.Tokenizer.from_file(str(tokenizer)))
+        return None if converted is None else encoding.encode(converted)
+
+    def encoding(self, version: str) -> Any:
+        return self.module.DeepseekV4Encoding() if version == "V4" else self.module.DeepseekV41Encoding()
+
+    def converted(self, conversation: Conversation, version: str) -> Any:
+        """The conversation in the recipe's form; None: it is refused."""
         request = {
             "model": self.MODELS[version],
             "messages": [written(message) for message in conversation.messages],
@@ -256,11 +282,10 @@ class Recipe:
             **conversation.options,
         }
         try:
-            converted = self.module.ChatCompletionRequest(request).convert(self.module.ConversionOptions())
+            request = self.module.ChatCompletionRequest(request)
+            return request.convert(self.module.ConversionOptions()).conversation
         except (self.module.ConversionError, ValueError):
             return None
-        encoding = self.module.DeepseekV4Encoding if version == "V4" else self.module.DeepseekV41Encoding
-        return encoding().render_conversation(converted.conversation).prompt
 
     def parts(self, pieces: list[str], start: ReplyStart) -> tuple[str, str, list[tuple[str, str]]]:
         """Reasoning, answer and calls of a reply."""
@@ -307,7 +332,7 @@ def texts(message: Message) -> list[str]:
 
 
 def compare_recipe(module: ModuleType, count: int, seed: int = 0) -> list[Count]:
-    """Prompts of V4 and V4.1, and the parts of replies."""
+    """Prompts of V4 and V4.1, token ids, and the parts of replies."""
     recipe, drawing = Recipe(module), Drawing(seed)
     counts = {version: Count(f"{recipe.name}, prompts of {version}") for version in Recipe.MODELS}
     for _ in range(count):
@@ -323,6 +348,17 @@ def compare_recipe(module: ModuleType, count: int, seed: int = 0) -> list[Count]
                 lambda got=got, expected=expected, conversation=conversation: f"{conversation}\n{got}\n{expected}",
                 is_explained(conversation.messages, version),
             )
+    # special tokens that contents spell stay text; the small tokenizer has no <｜System｜> token
+    ids, tokenizer = Count(f"{recipe.name}, token ids of V4"), Tokenizer(SMALL_CHECKPOINT)
+    for _ in range(count // 4):
+        conversation = drawing.for_recipe()
+        expected = recipe.ids(conversation, SMALL_CHECKPOINT / TOKENIZER_FILE)
+        if expected is None:
+            ids.refused += 1
+            continue
+        options = {"thinking": conversation.thinking, **conversation.options}
+        got, _ = build_prompt(tokenizer, SMALL_CHECKPOINT, conversation.messages, **options)
+        ids.add(got == expected, lambda *a, e=(conversation, got, expected): "\n".join(map(str, e)))
     replies = Count(f"{recipe.name}, replies")
     for _ in range(count):
         text = drawing.broken_reply() if drawing.chance(0.7) else drawing.reply("V4.1")[0].removesuffix(EOS)
@@ -332,7 +368,7 @@ def compare_recipe(module: ModuleType, count: int, seed: int = 0) -> list[Count]
             # it loses newlines behind a "<" that begins no tag, and does not escape names of parameters
             loses = re.search(rf"<[/{DSML}]*\n", text) or any(name_needs_escape(call) for call in expected[2])
             replies.add(got == expected, lambda *a, e=(text, got, expected): "\n".join(map(repr, e)), bool(loses))
-    return [*counts.values(), replies]
+    return [*counts.values(), ids, replies]
 
 
 def name_needs_escape(call: tuple[str, str]) -> bool:

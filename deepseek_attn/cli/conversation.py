@@ -70,11 +70,15 @@ def show_parts(stream: TextStream) -> None:
 
 def results(message: dict) -> list[dict]:
     """The results of the calls of a reply, which are typed line by line. EOFError: the terminal has ended."""
-    calls = message.get("tool_calls", [])
     return [
-        {"role": "tool", "tool_call_id": call["id"], "content": input(f"result of {call['function']['name']}> ")}
-        for call in calls
+        {"role": "tool", "tool_call_id": call["id"], "content": typed(f"result of {call['function']['name']}> ")}
+        for call in message.get("tool_calls", [])
     ]
+
+
+def typed(label: str) -> str:
+    """A line that is typed behind the label. EOFError: the terminal has ended."""
+    return input(label if sys.stdout.isatty() else "")
 
 
 def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
@@ -95,7 +99,7 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
     options = chat_options(args)
     while True:
         try:
-            text = "" if answered else input("> " if sys.stdout.isatty() else "")
+            text = "" if answered else typed("> ")
         except EOFError:
             show()
             return 0

@@ -310,16 +310,24 @@ def test_options_of_a_line(checkpoint, tmp_path, capsys):
         {"messages": turns, "thinking": False},
         {"messages": turns, "reasoning_effort": "max"},
         {"messages": turns},
+        {"messages": turns, "tools": []},
         {"messages": [*turns, {"role": "assistant", "content": "On"}], "continue_final_message": True},
     ]
     (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
-    flags = ["--prompts", str(tmp_path / "prompts"), "--chat", "--thinking"]
+    (tmp_path / "tools").write_text(json.dumps([WEATHER]))
+    flags = ["--prompts", str(tmp_path / "prompts"), "--chat", "--thinking", "--tools", str(tmp_path / "tools")]
     assert generate_long(checkpoint, *flags, "--max-tokens", "3", "--temperature", "0") == 0
     found = {line["index"]: line["token_ids"] for line in map(json.loads, capsys.readouterr().out.splitlines())}
     with LLM(checkpoint, device="cpu", progress=False, max_model_len=4000) as llm:
         params = SamplingParams(temperature=0, max_tokens=3)
-        options = [{"thinking": False}, {"reasoning_effort": "max"}, {"thinking": True}]
+        options = [
+            {"thinking": False},
+            {"reasoning_effort": "max"},
+            {"thinking": True},
+            {"thinking": True, "tools": []},
+        ]
         options.append({"thinking": True, "continue_final_message": True})
+        options = [{"tools": [WEATHER]} | given for given in options]
         for i, (line, given) in enumerate(zip(lines, options, strict=True)):
             assert found[i] == llm.chat(line["messages"], params, **given).token_ids
     (tmp_path / "prompts").write_text(json.dumps({"prompt": "hi", "tools": []}))

@@ -316,8 +316,8 @@ def test_deepseek_recipe_has_the_same_prompts_and_replies(monkeypatch, capsys):
     recipe = pytest.importorskip("deepseek_recipe", reason="needs deepseek-recipe: pip install deepseek-recipe")
     monkeypatch.syspath_prepend(SCRIPTS)
     counts = importlib.import_module("compare_chat").compare_recipe(recipe, 300)
-    assert [count.different for count in counts] == [0, 0, 0], capsys.readouterr().err
-    assert min(count.compared - count.explained for count in counts) > 200
+    assert [count.different for count in counts] == [0, 0, 0, 0], capsys.readouterr().err
+    assert min(count.compared - count.explained for count in counts) > 60
 
 
 EFFORT_BEGINS = {"low": "", "high": "Reasoning Effort: Absolute maximum", "max": "Reasoning Effort: Beyond maximum"}
