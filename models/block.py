@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from deepseek_attn.attention.builder import LayerSpecs
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
-from deepseek_attn.config.model import AnyConfig, AnySpec, LayerSpec, RopeSpec
+from deepseek_attn.config.common import RopeSpec
+from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
 from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.hyper_connection import HyperConnection, SublayerInput, SublayerOutput
 from deepseek_attn.layers.embedding import Embedding, Head
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
-from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
+from deepseek_attn.layers.weights import CheckpointModule, ModuleTable, RMSNorm
 from deepseek_attn.models.hyper_connection import hc_post, hc_post_pre, hc_pre, hyper_connection
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
+ConfigT = TypeVar("ConfigT", bound=AnyConfig, covariant=True)
+
 
 @dataclass
-class BuildContext:
+class BuildContext(Generic[ConfigT]):
     """Arguments that the modules of a model are built with.
 
     Attributes:
@@ -36,7 +40,7 @@ class BuildContext:
         ropes: rotary tables built so far; see `rope`.
     """
 
-    config: AnyConfig
+    config: ConfigT
     numerics: Numerics
     dtype: torch.dtype
     device: torch.device
@@ -45,6 +49,13 @@ class BuildContext:
     parallel: Parallel = field(default_factory=Parallel.single)
     ropes: dict[RopeSpec, RotaryTable] = field(default_factory=dict)
 
+    @property
+    def layer_impl(self) -> type[SparseMLAAttentionImpl]:
+        """The attention impl. ValueError for a model whose layers have none."""
+        if self.impl is None:
+            raise ValueError("layers with a window and entries need an attention impl: give one as impl")
+        return self.impl
+
     def rope(self, spec: AnySpec) -> RotaryTable:
         """The rotary table of a layer; layers with the same frequencies share one."""
         if spec.rope not in self.ropes:
@@ -52,19 +63,32 @@ class BuildContext:
         return self.ropes[spec.rope]
 
 
-class Block(CheckpointModule):
+class BlockBase(CheckpointModule):
+    """Base class of the layers of all families.
+
+    Args:
+        spec: of the layer, of the family's class.
+        attention_only: build the attention and its norm alone.
+    """
+
+    def __init__(self, context: BuildContext, spec: Any, attention_only: bool = False):
+        super().__init__(context.device)
+
+
+class Block(BlockBase):
     """Attention and MoE, each on an input collapsed from the residual streams (`hc_pre`), which `hc_post` updates."""
 
     attention_class = DeepseekV4MLAAttention
 
-    def __init__(self, context: BuildContext, spec: LayerSpec, attention_only: bool = False):
+    def __init__(self, context: BuildContext[DeepseekV4Base], spec: LayerSpec, attention_only: bool = False):
         config, device = context.config, context.device
-        super().__init__(device)
+        super().__init__(context, spec, attention_only)
         self.config = config
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         self.attn = self.attention_class(
-            config, spec, context.rope(spec), context.numerics, context.dtype, device, context.impl, context.parallel
-        )
+            config, spec, context.rope(spec), context.numerics, context.dtype, device, context.layer_impl,
+            context.parallel,
+        )  # fmt: skip
         if attention_only:
             return
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
@@ -124,25 +148,27 @@ class Backbone(CheckpointModule, ABC):
     ``[T, hc_mult, hidden_size]``; of other families, states after the final norm ``[T, hidden_size]``.
     """
 
-    block_class: type[CheckpointModule]
+    block_class: type[BlockBase]
+    layers: ModuleTable[Any]  # of `block_class`
+    mtp: ModuleTable[Any]  # of the class given as ``mtp_layer``
 
     def __init__(
         self,
         context: BuildContext,
         layers: list[int] | None,
         mtp: bool,
-        mtp_layer: type[CheckpointModule],
+        mtp_layer: type[BlockBase],
     ):
         config, device = context.config, context.device
         super().__init__(device)
-        self.config = config
+        self.config: AnyConfig = config
         specs = config.layers if layers is None else [config.layers[i] for i in layers]
         self.embed = Embedding(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
-        self.layers = nn.ModuleDict({str(spec.index): self.block_class(context, spec) for spec in specs})
+        self.layers = ModuleTable({str(spec.index): self.block_class(context, spec) for spec in specs})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         self.head = Head(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
         mtp_specs = config.mtp_layers if mtp else ()
-        self.mtp = nn.ModuleDict({str(i): mtp_layer(context, spec) for i, spec in enumerate(mtp_specs)})
+        self.mtp = ModuleTable({str(i): mtp_layer(context, spec) for i, spec in enumerate(mtp_specs)})
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -178,10 +204,10 @@ class AttentionStack(nn.Module):
         block: the family's class of blocks.
     """
 
-    def __init__(self, context: BuildContext, layers: list[int] | None, block: type[CheckpointModule]):
+    def __init__(self, context: BuildContext, layers: list[int] | None, block: type[BlockBase]):
         super().__init__()
         specs = context.config.layers if layers is None else [context.config.layers[i] for i in layers]
-        self.layers = nn.ModuleDict({str(spec.index): block(context, spec, attention_only=True) for spec in specs})
+        self.layers = ModuleTable({str(spec.index): block(context, spec, attention_only=True) for spec in specs})
 
 
 def attention_layers(model: nn.Module) -> list[DeepseekV4MLAAttention | DeepseekV32MLAAttention]:

@@ -10,23 +10,23 @@ from functools import partial
 
 import torch
 
-from deepseek_attn.config.v32 import V32LayerSpec
+from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.norm import add_rms_norm
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.split import shard_unit
-from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
-from deepseek_attn.models.block import Backbone, BuildContext
+from deepseek_attn.layers.weights import RMSNorm
+from deepseek_attn.models.block import Backbone, BlockBase, BuildContext
 from deepseek_attn.models.moe import MLP, MoE
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
 
-class DeepseekV32Block(CheckpointModule):
+class DeepseekV32Block(BlockBase):
     """Attention, then a dense MLP or experts. The residual is float32 between its sum and its norm."""
 
-    def __init__(self, context: BuildContext, spec: V32LayerSpec, attention_only: bool = False):
+    def __init__(self, context: BuildContext[DeepseekV32Config], spec: V32LayerSpec, attention_only: bool = False):
         config, numerics, dtype, device = context.config, context.numerics, context.dtype, context.device
-        super().__init__(device)
+        super().__init__(context, spec, attention_only)
         self.parallel = parallel = context.parallel
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         rope, impl = context.rope(spec), context.impl
@@ -76,7 +76,7 @@ class DeepseekV32MTPLayer(DeepseekV32Block):
     backbone's.
     """
 
-    def __init__(self, context: BuildContext, spec: V32LayerSpec):
+    def __init__(self, context: BuildContext[DeepseekV32Config], spec: V32LayerSpec):
         config, device = context.config, context.device
         super().__init__(context, spec)
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
@@ -101,7 +101,7 @@ class DeepseekV32(Backbone):
 
     block_class = DeepseekV32Block
 
-    def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
+    def __init__(self, context: BuildContext[DeepseekV32Config], layers: list[int] | None = None, mtp: bool = True):
         super().__init__(context, layers, mtp, DeepseekV32MTPLayer)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata) -> torch.Tensor:

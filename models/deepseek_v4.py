@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_attn.config.v4 import LayerSpec
+from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.hyper_connection import SublayerOutput
 from deepseek_attn.models.block import Backbone, Block, BuildContext
@@ -20,7 +20,7 @@ from deepseek_attn.models.mtp import MTPLayer
 class DraftStage(Block):
     """A stage of the DSpark drafter of V4's revisions (checkpoint: ``mtp.N``)."""
 
-    def __init__(self, context: BuildContext, spec: LayerSpec):
+    def __init__(self, context: BuildContext[DeepseekV4Base], spec: LayerSpec):
         super().__init__(stage_context(context), spec)
         add_draft_ends(self, context, spec, "markov_w1", "markov_w2")
         if spec is context.config.mtp_layers[-1]:
@@ -35,7 +35,7 @@ class DeepseekV4(DraftsBlocks, Backbone):
 
     block_class = Block
 
-    def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
+    def __init__(self, context: BuildContext[DeepseekV4Base], layers: list[int] | None = None, mtp: bool = True):
         super().__init__(context, layers, mtp, MTPLayer if context.config.dspark is None else DraftStage)
         declare_stream_head(self, self.config)
 

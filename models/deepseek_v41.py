@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_attn.config.v41 import V41LayerSpec
+from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.hyper_connection import DelayedInput, DelayedOutput, SublayerOutput
 from deepseek_attn.layers.engram import Engram
@@ -25,13 +25,13 @@ class DeepseekV41Block(Block):
 
     attention_class = DeepseekV41MLAAttention
 
-    def __init__(self, context: BuildContext, spec: V41LayerSpec, attention_only: bool = False):
+    def __init__(self, context: BuildContext[DeepseekV41Config], spec: V41LayerSpec, attention_only: bool = False):
         super().__init__(context, spec, attention_only)
-        self.engram = None
+        self.engram: Engram | None = None
         config = context.config
         if spec.has_engram and not attention_only:
             sizes = (config.hidden_size, config.hc_mult, config.rms_norm_eps)
-            self.engram = Engram(config.engram, spec.index, *sizes, context.numerics, context.dtype, context.device)
+            self.engram = Engram(config.memory, spec.index, *sizes, context.numerics, context.dtype, context.device)
 
     def forward(self, output: DelayedOutput, token_ids: torch.Tensor, step: StepMetadata) -> DelayedOutput:
         """Output of the previous block, or the first streams -> output of this block."""
@@ -55,7 +55,7 @@ class DeepseekV41Block(Block):
 class DeepseekV41DraftStage(DeepseekV41Block):
     """A stage of the DSpark drafter (checkpoint: ``mtp.N``)."""
 
-    def __init__(self, context: BuildContext, spec: V41LayerSpec):
+    def __init__(self, context: BuildContext[DeepseekV41Config], spec: V41LayerSpec):
         super().__init__(stage_context(context), spec)
         add_draft_ends(self, context, spec, "embed", "head")
 
@@ -69,7 +69,7 @@ class DeepseekV41(DraftsBlocks, Backbone):
 
     block_class = DeepseekV41Block
 
-    def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
+    def __init__(self, context: BuildContext[DeepseekV41Config], layers: list[int] | None = None, mtp: bool = True):
         super().__init__(context, layers, mtp, DeepseekV41DraftStage)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata) -> torch.Tensor:

@@ -10,17 +10,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.layers.embedding import Embedding, Head
 from deepseek_attn.layers.linear import Linear
-from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
+from deepseek_attn.layers.weights import CheckpointModule, ModuleTable, RMSNorm
 from deepseek_attn.models.block import BuildContext
+
+ConfigT = TypeVar("ConfigT", bound=DeepseekV4Base)
 
 
 class MarkovHead(CheckpointModule):
@@ -30,9 +31,9 @@ class MarkovHead(CheckpointModule):
         embed, head: names of the weights, both ``[vocab_size, dspark_markov_rank]``.
     """
 
-    def __init__(self, context: BuildContext, embed: str, head: str):
+    def __init__(self, context: BuildContext[DeepseekV4Base], embed: str, head: str):
         super().__init__(context.device)
-        sizes = context.config.vocab_size, context.config.dspark.dspark_markov_rank
+        sizes = context.config.vocab_size, context.config.drafter.dspark_markov_rank
         self.names = embed, head
         self.add_module(embed, Embedding(*sizes, context.dtype, context.device, context.parallel))
         self.add_module(head, Head(*sizes, context.dtype, context.device, context.parallel))
@@ -43,11 +44,13 @@ class MarkovHead(CheckpointModule):
         return head(embed(token_ids))
 
 
-def add_draft_ends(stage: CheckpointModule, context: BuildContext, spec: LayerSpec, embed: str, head: str) -> None:
+def add_draft_ends(
+    stage: CheckpointModule, context: BuildContext[DeepseekV4Base], spec: LayerSpec, embed: str, head: str
+) -> None:
     """Adds the extra modules of the first and the last stage to a stage; see `MarkovHead`."""
     config, sizes = context.config, (context.numerics, context.dtype, context.device)
     if spec is config.mtp_layers[0]:
-        inputs = config.hidden_size * len(config.dspark.dspark_target_layer_ids)
+        inputs = config.hidden_size * len(config.drafter.dspark_target_layer_ids)
         stage.main_proj = Linear(inputs, config.hidden_size, *sizes)
         stage.main_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.device)
     if spec is config.mtp_layers[-1]:
@@ -55,7 +58,7 @@ def add_draft_ends(stage: CheckpointModule, context: BuildContext, spec: LayerSp
         stage.markov_head = MarkovHead(context, embed, head)
 
 
-def stage_context(context: BuildContext) -> BuildContext:
+def stage_context(context: BuildContext[ConfigT]) -> BuildContext[ConfigT]:
     """The context of draft stages, which may have other experts."""
     return replace(context, config=context.config.draft_stages)
 
@@ -67,7 +70,8 @@ class DraftsBlocks:
     """
 
     config: DeepseekV4Base
-    mtp: nn.ModuleDict
+    head: Head
+    mtp: ModuleTable[Any]
 
     @property
     def target_layers(self) -> Sequence[int]:

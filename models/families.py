@@ -29,7 +29,7 @@ from deepseek_attn.impls import (
     find_impl,
     get_impl,
 )
-from deepseek_attn.impls.flow import SplitAttentionImpl
+from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.kernels.indexer import MAX_TRITON_TOPK, TRITON_HEAD_DIM
@@ -88,14 +88,14 @@ class Family(ABC):
         self.impl = self.choose_impl()
         self.mixed = options.prefill_reads_pages(self.spec)
 
-    def choose_impl(self) -> type[SplitAttentionImpl] | None:
+    def choose_impl(self) -> type[SparseMLAAttentionImpl] | None:
         """The impl that the options name; ValueError if it is unknown or cannot run here."""
 
         impls = self.impls
         if self.options.deterministic:
             impls = [impl for impl in impls if not impl.batch_dependence]
 
-        def find(name: str) -> type[SplitAttentionImpl]:
+        def find(name: str) -> type[SparseMLAAttentionImpl]:
             return get_impl(name, self.device, self.spec, impls)
 
         decode, prefill = self.options.phases
@@ -125,7 +125,7 @@ class Family(ABC):
 
         MTP layers are built with the whole model only, and not with data-parallel attention.
         """
-        context = BuildContext(
+        context: BuildContext[Any] = BuildContext(  # of the config of `model_class`
             self.config, self.numerics, self.dtype, self.device, self.impl, max_positions, self.parallel
         )
         if attention_only:
@@ -158,16 +158,18 @@ class Family(ABC):
             return "dense attention (DeepSeek-V3) runs in plain torch, which waits for the device within a step"
         if self.impl.waits_for_device and set(self.options.phases) != {"auto"}:
             return f"backend {self.impl.name!r} runs plain torch, which waits for the device within a step"
-        selects = any(spec.has_indexer for spec in self.config.layers)
-        if selects and self.config.index_head_dim != TRITON_HEAD_DIM:
+        if not any(spec.has_indexer for spec in self.config.layers):
+            return problem_on(self.device)
+        sizes = self.config.index_sizes
+        if sizes.head_dim != TRITON_HEAD_DIM:
             return (
                 f"the indexer's kernels take heads of {TRITON_HEAD_DIM} channels, and index_head_dim is "
-                f"{self.config.index_head_dim}: plain torch takes their place, which waits for the device within a step"
+                f"{sizes.head_dim}: plain torch takes their place, which waits for the device within a step"
             )
-        if selects and self.config.index_topk > MAX_TRITON_TOPK:
+        if sizes.topk > MAX_TRITON_TOPK:
             return (
                 f"the indexer's kernels select up to {MAX_TRITON_TOPK} entries, and index_topk is "
-                f"{self.config.index_topk}: plain torch takes their place, which waits for the device within a step"
+                f"{sizes.topk}: plain torch takes their place, which waits for the device within a step"
             )
         return problem_on(self.device)
 
@@ -175,7 +177,7 @@ class Family(ABC):
         """Buffer for the indexers' top-k indices, int32 ``[max_num_batched_tokens, index_topk]``; None without any."""
         if all(layer.indexer is None for layer in attention_layers(model)):
             return None
-        shape = (pools.layout.max_num_batched_tokens, self.config.index_topk)
+        shape = (pools.layout.max_num_batched_tokens, self.config.index_sizes.topk)
         return torch.full(shape, -1, dtype=torch.int32, device=self.device)
 
 
@@ -188,16 +190,18 @@ class DeepseekV4Family(Family):
 class DeepseekV32Family(Family):
     """DeepSeek-V3.2, and V3 / V3.1 without an indexer, whose dense attention has one implementation for any backend."""
 
+    config: DeepseekV32Config
     model_class, impls = deepseek_v32.DeepseekV32, SPARSE_MLA_IMPLS
     builder_class = FlashMLASparseBackend.get_builder_cls()
 
-    def choose_impl(self) -> type[SplitAttentionImpl] | None:
+    def choose_impl(self) -> type[SparseMLAAttentionImpl] | None:
         return super().choose_impl() if self.config.has_indexer else None
 
 
 class DeepseekV41Family(Family):
     """DeepSeek-V4.1: the text model."""
 
+    config: DeepseekV41Config
     model_class, impls = deepseek_v41.DeepseekV41, DEEPSEEK_V41_IMPLS
 
     def build(self, layers: list[int] | None, attention_only: bool, max_positions: int) -> Backbone | AttentionStack:
@@ -206,8 +210,10 @@ class DeepseekV41Family(Family):
         Raises:
             ValueError: ``layers`` lacks a layer whose entries, selections or candidates another layer reads.
         """
-        needed = None if layers is None else self.config.with_sources(layers)
-        if layers is not None and needed != sorted(layers):
+        if layers is None:
+            return super().build(None, attention_only, max_positions)
+        needed = self.config.with_sources(layers)
+        if needed != sorted(layers):
             others = sorted(set(needed) - set(layers))
             raise ValueError(
                 f"layers={layers}: they read entries or selections of layers {others}; take layers={needed}"

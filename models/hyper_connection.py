@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Protocol
+
 import torch
 
 from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.kernels import hyper_connection as ops
-from deepseek_attn.layers.weights import CheckpointModule
+from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
 from deepseek_attn.utils.tracing import traced
 
 # the ops, as stages of a trace
@@ -25,15 +28,34 @@ def hc_collapse(
     return ops.hc_collapse(streams, pre, config.rms_norm_eps, norm)
 
 
+class Weights(Protocol):
+    """A module with hyper-connection weights."""
+
+    @property
+    def loaded(self) -> Mapping[str, Any]:
+        """See `CheckpointModule.loaded`."""
+        ...
+
+
+class StreamHead(Weights, Protocol):
+    """A module with the weights of `declare_stream_head`.
+
+    Attributes:
+        norm: of the collapsed streams.
+    """
+
+    norm: RMSNorm
+
+
 def hyper_connection(
-    module: CheckpointModule, sublayer: str, config: DeepseekV4Base, norm: torch.Tensor | None = None
+    module: Weights, sublayer: str, config: DeepseekV4Base, norm: torch.Tensor | None = None
 ) -> ops.HyperConnection:
     """Hyper-connection weights of one sublayer (``attn``, ``ffn``, or the model's ``head``).
 
     Args:
         norm: RMSNorm weight of the collapsed stream.
     """
-    weights = module._parameters  # attribute access on a module takes several times as long
+    weights = module.loaded
     fn, base, scale = (weights[f"hc_{sublayer}_{part}"] for part in ("fn", "base", "scale"))
     return ops.HyperConnection(fn, base, scale, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters, norm)
 
@@ -45,6 +67,6 @@ def declare_stream_head(module: CheckpointModule, config: DeepseekV4Base) -> Non
     module.declare("hc_head_scale", (1,), torch.float32)
 
 
-def collapse_streams(module: CheckpointModule, streams: torch.Tensor, config: DeepseekV4Base) -> torch.Tensor:
+def collapse_streams(module: StreamHead, streams: torch.Tensor, config: DeepseekV4Base) -> torch.Tensor:
     """Streams ``[T, hc_mult, hidden_size]`` -> hidden states ``[T, hidden_size]`` after ``module.norm``."""
     return hc_head(streams, hyper_connection(module, "head", config, module.norm.weight))

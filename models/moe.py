@@ -9,7 +9,7 @@ import torch
 
 from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
+from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.kernels.moe import (
     UNGROUPED,
     ExpertGroups,
@@ -39,6 +39,9 @@ class Gate(CheckpointModule):
     """
 
     groups = UNGROUPED
+    weight: torch.Tensor
+    bias: torch.Tensor
+    tid2eid: torch.Tensor
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class GroupLimitedGate(Gate):
     def __init__(
         self,
         config: DeepseekV32Config,
-        spec: V32LayerSpec,
+        spec: AnySpec,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shard: Shard | None = None,
@@ -176,7 +179,7 @@ class Experts(CheckpointModule):
 
 def _stack(linear: ExpertLinear) -> ExpertStack:
     """Weights of a projection, for the op."""
-    weights = linear._parameters  # attributes of a module are found several times more slowly
+    weights = linear.loaded
     return ExpertStack(weights["weight"], weights["scale"], linear._buffers["exponent"])
 
 
@@ -197,9 +200,11 @@ class MoE(CheckpointModule):
     ):
         super().__init__(device)
         self.parallel = parallel = parallel or Parallel.single()
-        grouped = isinstance(config, DeepseekV32Config)
         shard = parallel.shard(0, config.n_routed_experts)
-        self.gate = (GroupLimitedGate if grouped else Gate)(config, spec, dtype, device, shard)
+        if grouped := isinstance(config, DeepseekV32Config):
+            self.gate = GroupLimitedGate(config, spec, dtype, device, shard)
+        else:
+            self.gate = Gate(config, spec, dtype, device, shard)
         self.experts = Experts(config, numerics, dtype, device, weigh_output=grouped, shard=shard)
         inner = config.moe_intermediate_size * config.n_shared_experts
         limit, split = config.swiglu_limit, partial(parallel.token_shard, unit=shard_unit(config, numerics))

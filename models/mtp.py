@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_attn.config.model import LayerSpec
+from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.weights import RMSNorm
@@ -18,7 +18,7 @@ class MTPLayer(Block):
     It has separate weights for norm and collapse of its streams; embedding and output head are the backbone's.
     """
 
-    def __init__(self, context: BuildContext, spec: LayerSpec):
+    def __init__(self, context: BuildContext[DeepseekV4Base], spec: LayerSpec):
         config, device = context.config, context.device
         super().__init__(context, spec)
         declare_stream_head(self, config)

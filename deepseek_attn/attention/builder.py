@@ -22,7 +22,7 @@ from deepseek_attn.cache.layout import (
     entry_pages,
     state_rows,
 )
-from deepseek_attn.config.model import AnySpec
+from deepseek_attn.config.model import AnySpec, LayerSpec
 from deepseek_attn.impls.metadata import (
     DeepseekSparseSWAMetadata,
     FlashMLASparseMetadata,
@@ -196,7 +196,7 @@ def add_pages(
             c128a_decode_topk_lens=None if entries is None else entries.lens,
             c128a_prefill_topk_indices=indices.prefill_entries.get(g.ratio),
         )
-    for spec in {(s.ratio, s.overlap): s for s in layers if s.compresses}.values():
+    for spec in {(s.ratio, s.overlap): s for s in layers if isinstance(s, LayerSpec) and s.compresses}.values():
         step.compressor[spec.ratio, spec.overlap] = CompressBatch(
             ratio=spec.ratio,
             overlap=spec.overlap,

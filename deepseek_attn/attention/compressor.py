@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.cache.pools import Pool
-from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
 from deepseek_attn.kernels.insert import CompressPart
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.rope import RotaryTable
@@ -40,6 +40,8 @@ class CompressorBase(CheckpointModule):
 
     def part(self, kv: Tensor, score: Tensor) -> CompressPart:
         """This compressor with a step's values and gate scores ``wkv(x)`` and ``wgate(x)``, float32 ``[T, width]``."""
+        if self.state is None:
+            raise RuntimeError("a compressor without state pools no windows: bind it to a pool of kind state")
         return CompressPart(
             kv=kv,
             score=score,
@@ -68,7 +70,7 @@ class Compressor(CompressorBase):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Base,
         spec: LayerSpec,
         head_dim: int,
         rope: RotaryTable,

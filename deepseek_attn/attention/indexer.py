@@ -10,8 +10,9 @@ from torch import Tensor
 from deepseek_attn.attention.compressor import Compressor
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.cache.record import RECORD_KINDS
-from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.indexer import (
     CandidateBlocks,
@@ -163,7 +164,7 @@ class Indexer(LightningIndexer):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Base,
         spec: LayerSpec,
         rope: RotaryTable,
         numerics: Numerics,

@@ -11,10 +11,10 @@ from torch import Tensor
 from deepseek_attn.attention.compressor import Compressor
 from deepseek_attn.attention.indexer import Indexer, QueryProjections, query_linears
 from deepseek_attn.cache.pools import CachePools, Pool
-from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
 from deepseek_attn.impls.attention_call import AttentionCall
-from deepseek_attn.impls.base import SparseMLAAttentionImpl
+from deepseek_attn.impls.base import SparseMLAAttentionImpl, selected_entries
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.queries import AttentionQueries
 from deepseek_attn.kernels.common.quant import QuantizedRows
@@ -97,7 +97,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Base,
         spec: LayerSpec,
         rope: RotaryTable,
         numerics: Numerics,
@@ -141,7 +141,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
 
     def make_entry_modules(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Base,
         rope: RotaryTable,
         numerics: Numerics,
         dtype: torch.dtype,
@@ -265,14 +265,15 @@ class DeepseekV4MLAAttention(CheckpointModule):
             eps=self.eps,
             cos_sin=self.rope.cos_sin,
             positions=positions,
-            cache=CacheRows(pool.record, pool.tensor, pool.entries, step.swa.slot_mapping),
+            cache=CacheRows(pool.record, pool.tensor, pool.entries, step.window.slot_mapping),
             qr_fp8=qr_fp8,
         )
 
     def select(self, queries: IndexQueries | None, step: StepMetadata) -> None:
         """Selects the entries that each query reads, if the layer has an indexer; queries: see `Indexer.select`."""
         if self.indexer is not None:
-            self.decode_topk_slots = self.indexer.select(queries, step, self.topk_indices_buffer[: len(step.positions)])
+            selected = selected_entries(self, 0, len(step.positions))
+            self.decode_topk_slots = self.indexer.select(queries, step, selected)
 
     def raw_queries(self, q: Tensor, positions: Tensor) -> RawQueries:
         """Projected queries ``[T, num_heads * head_dim]`` as the ops take them, padded to ``padded_heads``."""
@@ -284,7 +285,8 @@ class DeepseekV4MLAAttention(CheckpointModule):
         One launch norms and rotates both. Without index queries, the impl norms and rotates the queries of attention.
         """
         raw, q, index = self.raw_queries(projected.q, positions), None, None
-        if self.indexer is not None and projected.index_q is not None:
-            q, index = queries(raw, self.indexer.query_rows(projected.index_q, inputs.index_weights, positions))
+        index_q, weights = projected.index_q, inputs.index_weights
+        if self.indexer is not None and index_q is not None and weights is not None:
+            q, index = queries(raw, self.indexer.query_rows(index_q, weights, positions))
             raw = raw._replace(q=q.flatten(1))  # see `AttentionQueries`: frees the projections
         return LayerQueries(raw, q, index)

@@ -27,6 +27,7 @@ from deepseek_attn.checkpoint.write import (
     write_shards,
 )
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.utils.files import appearing
 from deepseek_attn.utils.hub import CONFIG_FILE
 from deepseek_attn.utils.json_files import read_json
@@ -224,8 +225,10 @@ class CropSource(CheckpointSource):
         if canonical.endswith("ffn.gate.tid2eid"):
             return self._crop_table(name, info, experts)
         if _ROUTER.fullmatch(canonical) or PACKED.fullmatch(canonical):
-            total = config.draft_stages.n_routed_experts if canonical.startswith("mtp.") and config.dspark else None
-            return _rows(name, info, list(experts), total or config.n_routed_experts)
+            total = config.n_routed_experts
+            if isinstance(config, DeepseekV4Base) and canonical.startswith("mtp."):
+                total = config.draft_stages.n_routed_experts
+            return _rows(name, info, list(experts), total)
         if tokens < config.vocab_size and _TOKENS.fullmatch(canonical):
             return _rows(name, info, list(range(tokens)), config.vocab_size)
         return CroppedTensor(name, info)

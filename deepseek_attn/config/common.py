@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from deepseek_attn.config.fields import REQUIRED, FieldReader
 from deepseek_attn.config.keys import SCALING
 
 MAX_EXPERTS = 2**16  # of all layers; published: 62 * 384
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+class IndexSizes(NamedTuple):
+    """Sizes of an indexer: ``index_n_heads``, ``index_head_dim`` and ``index_topk``."""
+
+    n_heads: int
+    head_dim: int
+    topk: int
 
 
 @dataclass(frozen=True)

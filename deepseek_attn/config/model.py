@@ -159,7 +159,7 @@ class ModelConfig(DeepseekV4Base):
         raw["num_hash_layers"] = min(raw["num_hash_layers"], keep)
 
 
-AnyConfig = ModelConfig | DeepseekV32Config | DeepseekV41Config
+AnyConfig = DeepseekV4Base | DeepseekV32Config
 AnySpec = LayerSpec | V32LayerSpec
 
 

@@ -6,10 +6,11 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 from deepseek_attn.config.base import ConfigBase, LayerBase
 from deepseek_attn.config.common import (
+    IndexSizes,
     RopeSpec,
     agreed_yarn,
     check_index_head,
@@ -69,14 +70,6 @@ class V32LayerSpec(LayerBase):
     def kind(self) -> str:
         """``"DSA"`` (sparse attention behind an indexer) or ``"MLA"`` (dense)."""
         return "DSA" if self.has_indexer else "MLA"
-
-
-class IndexSizes(NamedTuple):
-    """Sizes of an indexer: ``index_n_heads``, ``index_head_dim`` and ``index_topk``."""
-
-    n_heads: int
-    head_dim: int
-    topk: int
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from deepseek_attn.config.base import ConfigBase, LayerBase
-from deepseek_attn.config.common import RopeSpec
+from deepseek_attn.config.common import IndexSizes, RopeSpec
 from deepseek_attn.config.dspark import DSparkConfig
 
 
@@ -136,6 +136,11 @@ class DeepseekV4Base(ConfigBase):
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
         return self.layers + self.mtp_layers
+
+    @property
+    def index_sizes(self) -> IndexSizes:
+        """Sizes of the indexers."""
+        return IndexSizes(self.index_n_heads, self.index_head_dim, self.index_topk)
 
     @property
     def drafter(self) -> DSparkConfig:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepseek_attn.impls.base import (
     AttentionLayer,
@@ -121,7 +122,7 @@ def get_impl(
     device: torch.device | str = "cpu",
     spec: AttentionSpec | None = None,
     impls: Impls = DEEPSEEK_V4_IMPLS,
-) -> type[SplitAttentionImpl]:
+) -> type[SparseMLAAttentionImpl]:
     """The impl called ``name``, or for ``"auto"`` the first that runs on ``device`` (for layers like ``spec``).
 
     Args:
@@ -146,7 +147,7 @@ def get_impl(
     return impl
 
 
-def find_impl(name: str, impls: Impls) -> type[SplitAttentionImpl]:
+def find_impl(name: str, impls: Impls) -> type[SparseMLAAttentionImpl]:
     """The impl called ``name``, whether or not it runs here. ValueError for a name other than in `get_impl`."""
     impl = next((impl for impl in impls if impl.name == name), None) or OWN_IMPLS.find(name)
     if impl is None:
@@ -158,7 +159,9 @@ def find_impl(name: str, impls: Impls) -> type[SplitAttentionImpl]:
     return impl
 
 
-def combine_phases(decode: type[SplitAttentionImpl], prefill: type[SplitAttentionImpl]) -> type[SplitAttentionImpl]:
+def combine_phases(
+    decode: type[SparseMLAAttentionImpl], prefill: type[SparseMLAAttentionImpl]
+) -> type[SparseMLAAttentionImpl]:
     """The impl that decodes as one impl does and prefills as another, of the same backend; without head padding.
 
     Raises:
@@ -166,23 +169,31 @@ def combine_phases(decode: type[SplitAttentionImpl], prefill: type[SplitAttentio
     """
     if decode is prefill:
         return decode
-    for impl in (decode, prefill):
-        if not issubclass(impl, SplitAttentionImpl):
-            raise ValueError(
-                f"backend {impl.name!r} attends to both phases at once: give it as backend, not for one phase"
-            )
+    if not issubclass(decode, SplitAttentionImpl):
+        raise _phase_error(decode)
+    if not issubclass(prefill, SplitAttentionImpl):
+        raise _phase_error(prefill)
 
     class PhasesImpl(decode):
         name = f"{decode.name}+{prefill.name}"
-        attend_rows = prefill.attend_rows
         needs_masked_tails = decode.needs_masked_tails or prefill.needs_masked_tails
         waits_for_device = decode.waits_for_device or prefill.waits_for_device
+
+        @classmethod
+        def attend_rows(
+            cls, layer: AttentionLayer, q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, output: Tensor | None
+        ) -> Tensor:
+            return prefill.attend_rows(layer, q, kv, indices, lens, output)
 
         @classmethod
         def padded_heads(cls, num_heads: int) -> int:
             return num_heads  # each kernel pads as it needs
 
     return PhasesImpl
+
+
+def _phase_error(impl: type[SparseMLAAttentionImpl]) -> ValueError:
+    return ValueError(f"backend {impl.name!r} attends to both phases at once: give it as backend, not for one phase")
 
 
 class ImplDescription(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -17,12 +18,12 @@ class AttentionCall:
         layer: its name, for instance ``layers.2``; the layer holds the step's metadata and its selection.
         q, kv: arguments of `SparseMLAAttentionImpl.forward_mqa`.
         output: ``[T, heads, value_dim]``, its result.
-        index_queries: the indexer's queries ``[T, heads, dim]`` and weights ``[T, heads]``; None where it had no entry
-            to leave out.
+        index_queries: the indexer's queries ``[T, heads, dim]``, weights ``[T, heads]`` and the dtype that scores are
+            rounded to (`kernels.indexer.IndexQueries`); None where it had no entry to leave out.
     """
 
     layer: str
     q: Tensor
     kv: Tensor
     output: Tensor
-    index_queries: tuple[Tensor, Tensor] | None
+    index_queries: tuple[Tensor, Tensor, torch.dtype] | None

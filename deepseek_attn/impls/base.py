@@ -76,8 +76,12 @@ class AttentionLayer(Protocol):
     """Softmax scale."""
     rounds_weights: bool
     """Whether plain torch rounds softmax weights to the dtype of the queries, as kernels on tensor cores do."""
-    attn_sink: Tensor | None
-    """float32 ``[heads]``: a logit per head that joins the softmax denominator only; None for a model without sinks."""
+
+    @property
+    def attn_sink(self) -> Tensor | None:
+        """float32 ``[heads]``: a logit per head that joins the softmax denominator only; None without sinks."""
+        ...
+
     head_dim: int
     """Channels of a query head, and of a key."""
     value_dim: int
@@ -92,10 +96,17 @@ class AttentionLayer(Protocol):
     """Tokens per entry of ``kv_cache``; 0 for a layer that reads the window only."""
     index_topk: int | None
     """Entries that the layer's indexer selects per token; None for a layer without an indexer."""
-    swa_cache: Pool | None
-    """Keys of the window, one per token; None without a window."""
-    kv_cache: Pool | None
-    """Entries; None for a compress ratio of 0."""
+
+    @property
+    def swa_cache(self) -> Pool | None:
+        """Keys of the window, one per token; None without a window."""
+        ...
+
+    @property
+    def kv_cache(self) -> Pool | None:
+        """Entries; None for a compress ratio of 0."""
+        ...
+
     workspace: Workspace
     """Scratch memory shared by all layers."""
     prefill_workspace_rows: int
@@ -107,6 +118,17 @@ class AttentionLayer(Protocol):
     decode_topk_slots: Tensor | None
     """Set by each call: int32 ``[Dt, index_topk]``, cache slots of the decode tokens' selected entries; None if the
     layer has only written ``topk_indices_buffer``."""
+
+
+def selected_entries(layer: AttentionLayer, first: int, last: int) -> Tensor:
+    """Rows ``[first, last)`` of the layer's ``topk_indices_buffer``.
+
+    Raises:
+        RuntimeError: the layer has no buffer: its caches are not bound.
+    """
+    if layer.topk_indices_buffer is None:
+        raise RuntimeError("a layer with an indexer has no buffer for selected entries: call its bind_caches first")
+    return layer.topk_indices_buffer[first:last]
 
 
 class SparseMLABackend(ABC):

@@ -67,7 +67,7 @@ class _Shapes:
     """Results of FlashMLA's kernels on the device "meta"; while they are made, its scratch memory is allocated."""
 
     @staticmethod
-    def flash_mla_with_kvcache(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def flash_mla_with_kvcache(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         batch, queries, heads, _ = q.shape
         splits = batch + max(gpu(q.device).multiprocessors // (queries * max(heads // 64, 1)), 1)
         _partials = q.new_empty(splits, queries, heads, VALUE_DIM + 1, dtype=torch.float32)
@@ -75,7 +75,7 @@ class _Shapes:
         return out, q.new_empty(batch, heads, queries, dtype=torch.float32)
 
     @staticmethod
-    def flash_mla_sparse_fwd(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def flash_mla_sparse_fwd(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         return q.new_empty(*q.shape[:2], VALUE_DIM), lse, torch.empty_like(lse)
 

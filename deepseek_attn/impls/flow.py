@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.cache.pools import Pool
-from deepseek_attn.impls.base import AttentionLayer, SparseMLAAttentionImpl
+from deepseek_attn.impls.base import AttentionLayer, SparseMLAAttentionImpl, selected_entries
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.prefill import PrefillChunk, gather_keys, merged_indices, plan_prefill_chunks
 from deepseek_attn.impls.queries import AttentionQueries
@@ -144,11 +144,11 @@ def decode_topk(layer: AttentionLayer, step: StepMetadata) -> tuple[Tensor, Tens
     """Slots ``[Dt, K]`` and counts ``[Dt]`` of the entries that decode queries read."""
     sparse, tokens = step.sparse[layer.compress_ratio], step.num_decode_tokens
     if layer.index_topk is None:
-        return sparse.c128a_global_decode_topk_indices.squeeze(1), sparse.c128a_decode_topk_lens
+        return sparse.decode_entries
     if layer.decode_topk_slots is not None:
         counts = step.entry_counts(layer.compress_ratio, layer.index_topk)
         return layer.decode_topk_slots, counts.selected[:tokens]
-    selected, requests = layer.topk_indices_buffer[:tokens], step.token_to_req_indices[:tokens]
+    selected, requests = selected_entries(layer, 0, tokens), step.token_to_req_indices[:tokens]
     return compute_global_topk_indices_and_lens(
         selected, requests, sparse.block_table, sparse.block_size, step.is_valid_token[:tokens]
     )

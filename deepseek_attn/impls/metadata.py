@@ -58,6 +58,21 @@ class FlashMLASparseMetadata:
     c128a_decode_topk_lens: Tensor | None = None
     c128a_prefill_topk_indices: Tensor | None = None
 
+    @property
+    def decode_entries(self) -> tuple[Tensor, Tensor]:
+        """Slots ``[Dt, K']`` and counts ``[Dt]`` of every visible entry, for layers without an indexer."""
+        slots, lens = self.c128a_global_decode_topk_indices, self.c128a_decode_topk_lens
+        if slots is None or lens is None:
+            raise RuntimeError(f"the step's metadata lists no entries of ratio {self.ratio} for its decode tokens")
+        return slots.squeeze(1), lens
+
+    @property
+    def prefill_entries(self) -> Tensor:
+        """Entries ``[Rt, K']``, local to the request, of prefill tokens in layers without an indexer."""
+        if self.c128a_prefill_topk_indices is None:
+            raise RuntimeError(f"the step's metadata lists no entries of ratio {self.ratio} for its prefill tokens")
+        return self.c128a_prefill_topk_indices
+
 
 Key = TypeVar("Key")
 Result = TypeVar("Result")
@@ -147,6 +162,13 @@ class StepMetadata:
     batch: StepBatch | None = None
     observer: Callable[[AttentionCall], None] | None = None
     results: LayerResults = field(default_factory=LayerResults)
+
+    @property
+    def window(self) -> DeepseekSparseSWAMetadata:
+        """The window part of the step. RuntimeError for the metadata of a model without one."""
+        if self.swa is None:
+            raise RuntimeError("the step's metadata has no window: it was built for another model")
+        return self.swa
 
     @property
     def num_prefills(self) -> int:

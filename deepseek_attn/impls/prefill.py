@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.cache.layout import CacheLayout
-from deepseek_attn.impls.base import AttentionLayer, AttentionSpec
+from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, selected_entries
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.attention import dequantize_and_gather_k_cache
 from deepseek_attn.kernels.indices import combine_topk_swa_indices
@@ -123,5 +123,5 @@ def _prefill_topk(layer: AttentionLayer, step: StepMetadata) -> Tensor:
     if not layer.compress_ratio:
         return torch.empty(step.num_prefill_tokens, 0, dtype=torch.int32, device=step.positions.device)
     if layer.index_topk is None:
-        return step.sparse[layer.compress_ratio].c128a_prefill_topk_indices
-    return layer.topk_indices_buffer[step.num_decode_tokens :][: step.num_prefill_tokens]
+        return step.sparse[layer.compress_ratio].prefill_entries
+    return selected_entries(layer, step.num_decode_tokens, len(step.positions))

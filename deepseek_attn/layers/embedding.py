@@ -13,6 +13,8 @@ from deepseek_attn.utils.tracing import traced
 class Embedding(CheckpointModule):
     """Embedding of token ids. Tensor-parallel ranks hold a shard of the rows each; outputs are summed over ranks."""
 
+    weight: torch.Tensor
+
     def __init__(
         self,
         vocab: int,
@@ -38,6 +40,8 @@ class Embedding(CheckpointModule):
 
 class Head(CheckpointModule):
     """Output projection with float32 results, whatever the model dtype. Tensor-parallel ranks split the vocabulary."""
+
+    weight: torch.Tensor
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class Engram(CheckpointModule):
         eps: of the norms before the gate.
 
     Attributes:
-        read_rows: reads rows of the table by number, int64 ``[n]``; None until the checkpoint is loaded.
+        read_rows: reads rows of the table by number, int64 ``[n]``; RuntimeError until the checkpoint is loaded.
         rows_per_token: rows that the n-grams ending at a token select.
     """
 
@@ -53,7 +53,7 @@ class Engram(CheckpointModule):
         self.layer, self.eps = layer, eps
         self.table_shape = engram.hash_of(layer).num_rows, engram.engram_head_dim
         self.rows_per_token = engram.width // engram.engram_head_dim
-        self.read_rows: Callable[[torch.Tensor], TableRows] | None = None
+        self.read_rows: Callable[[torch.Tensor], TableRows] = _not_loaded
         self.wkv = Linear(engram.width, (hc_mult + 1) * hidden_size, numerics, dtype, device)
         self.declare("q_weight", (hc_mult, hidden_size), torch.float32)
         self.declare("k_weight", (hc_mult, hidden_size), torch.float32)
@@ -70,6 +70,10 @@ class Engram(CheckpointModule):
         """``streams [T, hc_mult, hidden_size]`` and the tokens' ``rows [T, n, columns]`` -> new streams."""
         kv = self.wkv(dequantize_rows(rows, streams.dtype))
         return gate_streams(streams, kv, self.q_weight, self.k_weight, self.eps)
+
+
+def _not_loaded(rows: torch.Tensor) -> TableRows:
+    raise RuntimeError("the tables of the n-gram memory stay in the checkpoint: load the model first")
 
 
 class Chunk(NamedTuple):
@@ -90,6 +94,7 @@ class LayerRows(Protocol):
 
     def wait(self) -> TableRows:
         """The rows on the device: values ``[T, n, columns]`` and scales."""
+        ...
 
 
 class Lookup(NamedTuple):

@@ -66,7 +66,7 @@ class ExpertLinear(CheckpointModule):
                 f"expert {self.first + index} has a {weight.dtype} weight, other experts of the layer "
                 f"{self.weight.dtype}: all experts of a layer must have one format"
             )
-        if scale is not None:
+        if scale is not None and self.scale is not None:
             self.scale[index].copy_(self._load_exponent(index, weight, scale))
         self.weight[index].copy_(weight)
 

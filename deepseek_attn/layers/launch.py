@@ -97,7 +97,8 @@ def meet(rank: int, world: int, timeout: timedelta, rendezvous: str | None) -> d
     by_hand = rendezvous is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     port = environment("MASTER_PORT", 0)  # of all ranks, so that each refuses a wrong one
     if by_hand and rank == 0 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        family, _, _, _, (address, *_) = socket.getaddrinfo(os.environ["MASTER_ADDR"], port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, (host, *_) = socket.getaddrinfo(os.environ["MASTER_ADDR"], port, type=socket.SOCK_STREAM)[0]
+        address = str(host)
         if _on_one_machine() or not ip_address(address).is_loopback:
             server = socket.create_server((address, port), family=family).detach()
             return dist.TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=server)

@@ -67,6 +67,11 @@ class Linear(CheckpointModule):
         self.weight = parameter(weight)
         self.scale = None if scale is None else parameter(scale)
 
+    def drop(self) -> None:
+        """Frees the weight, which something else has taken over."""
+        self.register_parameter("weight", None)
+        self.register_parameter("scale", None)
+
     @property
     def segment(self) -> ops.Segment:
         """Weight and options of this layer, for the ops."""
@@ -147,6 +152,8 @@ class GroupedLinear(Linear):
     ) -> tuple[torch.Tensor, QuantizedRows | None]:
         """`project`, also of the result of `attend_raw_q`; and its output quantised where that is free, else None."""
         if isinstance(o, QuantizedRows):
+            if self.scale is None:
+                raise ValueError("quantised heads need an FP8 weight: see takes_quantized_heads")
             return ops.grouped_linear_of_quantized(o, self.weight, self.scale, self.dtype)
         return ops.grouped_linear_quantized(o, self.segment, self.groups, positions, cos_sin)
 

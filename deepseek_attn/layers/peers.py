@@ -45,7 +45,9 @@ def open_peers(rank: int, world: int, device: torch.device, timeout_seconds: flo
         buffer = symmetric.empty(buffer_bytes(world, CAPACITY) // 8, dtype=torch.int64, device=device)
         buffer.zero_()
         torch.cuda.synchronize(device)
-        handle = symmetric.rendezvous(buffer, dist.group.WORLD)
+        if (group := dist.group.WORLD) is None:
+            raise RuntimeError("torch.distributed has no process group")
+        handle = symmetric.rendezvous(buffer, group)
         missing = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
         offset = buffer.data_ptr() - handle.buffer_ptrs[rank]  # in the memory that is shared, the same on every rank
         places = [address + offset for address in handle.buffer_ptrs]

@@ -6,9 +6,10 @@ A module declares the checkpoint tensors it owns; the loader hands each of them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from deepseek_attn.kernels.common.quant import merge_fp8_blocks
 from deepseek_attn.kernels.engram import TableRows
 from deepseek_attn.kernels.linear import dequantize_weight
 from deepseek_attn.kernels.norm import rms_norm
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,24 @@ class CheckpointModule(nn.Module):
 
         self._declared[name] = WeightSlot(tuple(shape), kind, load, shard)
 
+    @property
+    def loaded(self) -> Mapping[str, Any]:
+        """The module's tensors by name. Attribute access on a module takes several times as long."""
+        return self._parameters
+
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
         """Yields (name relative to this module, slot) for the tensors that this module itself owns."""
         yield from self._declared.items()
+
+
+class ModuleTable(nn.ModuleDict, Generic[ModuleT]):
+    """Modules of one class by name."""
+
+    if TYPE_CHECKING:  # torch declares them for any module
+
+        def __getitem__(self, key: str) -> ModuleT: ...
+        def values(self) -> ValuesView[ModuleT]: ...
+        def items(self) -> ItemsView[str, ModuleT]: ...
 
 
 def checkpoint_slots(model: nn.Module) -> dict[str, WeightSlot]:

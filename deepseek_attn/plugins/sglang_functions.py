@@ -26,6 +26,8 @@ def get_mla_metadata(
     return schedule, cache_seqlens.new_zeros(len(cache_seqlens) + 1, dtype=torch.int32)
 
 
-def flash_mla_sparse_fwd(*args: Any, use_legacy: bool = True, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def flash_mla_sparse_fwd(
+    *args: Any, use_legacy: bool = True, **kwargs: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`flash_mla_api.flash_mla_sparse_fwd`, with ``max_logits`` and ``lse`` to base 2 unless ``use_legacy=False``."""
     return flash_mla_api.flash_mla_sparse_fwd(*args, return_log2_lse=True if use_legacy else None, **kwargs)

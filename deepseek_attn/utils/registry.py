@@ -6,16 +6,9 @@ import importlib
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-
-class Named(Protocol):
-    """A class of a `Registry`."""
-
-    name: str
-
-
-T = TypeVar("T", bound=Named)
+T = TypeVar("T")
 ENTRY_POINTS = "deepseek_attn.extensions"
 """Modules of installed packages that register their classes when they are imported."""
 
@@ -51,7 +44,7 @@ class Registry(Generic[T]):
         """
         place = f"{getattr(cls, '__module__', '?')}:{getattr(cls, '__qualname__', cls)}"
         self.check(cls, place)
-        name = cls.name
+        name: str = getattr(cls, "name", "")
         known = self.classes.get(name)
         again = known is not None and (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
         if name in self.taken or ":" in name or (known is not None and not again):

@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from deepseek_attn.utils.files import appearing, check_output
 
+P = ParamSpec("P")
+R = TypeVar("R")
 VARIABLE = "DEEPSEEK_ATTN_TRACE"  # "1" switches ranges on at import, for instance under Nsight Systems
 
 
@@ -50,12 +53,12 @@ def stage(name: str) -> AbstractContextManager:
     return _Range(name) if _on else _NO_RANGE
 
 
-def traced(name: str) -> Callable[[Callable], Callable]:
+def traced(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator that makes every call of a function a `stage`."""
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
-        def run(*args, **kwargs):
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
             if not _on:
                 return function(*args, **kwargs)
             with _Range(name):

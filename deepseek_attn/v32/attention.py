@@ -14,6 +14,7 @@ from deepseek_attn.cache.pools import CachePools, Pool
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.impls.attention_call import AttentionCall
+from deepseek_attn.impls.base import SparseMLAAttentionImpl, selected_entries
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.attention import causal_attention
 from deepseek_attn.kernels.common.dispatch import runs_triton
@@ -36,7 +37,6 @@ from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
 from deepseek_attn.utils.torch_state import in_own_torch_state
 from deepseek_attn.utils.tracing import stage, traced
 from deepseek_attn.utils.workspace import Workspace
-from deepseek_attn.v32.backends import SparseMLAImpl
 from deepseek_attn.v32.indexer import TokenIndexer
 
 LATENT_NORM_EPS = 1e-6  # both latents' norms in DeepSeek's own code ignore the config's rms_norm_eps
@@ -77,6 +77,8 @@ class DeepseekV32MLAAttention(CheckpointModule):
     """
 
     attn_sink: None = None
+    o_groups = 1
+    takes_quantized_heads = False
     swa_cache: None = None
     window_size = 0
     compress_ratio = 1
@@ -94,7 +96,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
         numerics: Numerics,
         dtype: torch.dtype,
         device: torch.device | str,
-        impl: type[SparseMLAImpl] | None,
+        impl: type[SparseMLAAttentionImpl] | None,
         parallel: Parallel | None = None,
     ):
         super().__init__(device)
@@ -148,7 +150,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
                 weight = wkv_b(torch.eye(wkv_b.in_features, dtype=torch.float32, device=weight.device)).t()
             scale = None
         self.W_UK, self.W_UV = self.halves(weight if scale is not None else weight.to(wkv_b.dtype).contiguous(), scale)
-        wkv_b.weight = wkv_b.scale = None
+        wkv_b.drop()
         join_weights(self.input_linears)
 
     def keeps_fp8(self, weight: Tensor) -> bool:
@@ -203,7 +205,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
             # without a name, projections are freed before attention takes memory: they are as large as the queries
             query, index_queries = self.queries(multi_linear(qr, linears, qr_fp8), inputs.index_weights, positions)
         if self.indexer is not None:
-            selected = self.topk_indices_buffer[: len(step.positions)]
+            selected = selected_entries(self, 0, len(step.positions))
             self.decode_topk_slots = self.indexer.select(index_queries, step, selected)
         with stage("attend"):
             if self.impl is None:
@@ -222,7 +224,9 @@ class DeepseekV32MLAAttention(CheckpointModule):
         self, inputs: LatentProjections, positions: Tensor, step: StepMetadata, qr_fp8: QuantizedRows | None
     ) -> Tensor:
         """Writes the new tokens to all caches. Returns the normed query latent, which ``qr_fp8`` receives in FP8."""
-        slots = step.sparse[1].slot_mapping
+        slots, index = step.sparse[1].slot_mapping, None
+        if self.indexer is not None and inputs.index_k is not None:
+            index = self.indexer.key_rows(inputs.index_k, slots)
         tokens = LatentTokens(
             qr=inputs.qr,
             kv=inputs.kv,
@@ -232,7 +236,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
             cos_sin=self.rope.cos_sin,
             positions=positions,
             cache=CacheRows(self.kv_cache.record, self.kv_cache.tensor, self.kv_cache.entries, slots),
-            index=None if self.indexer is None else self.indexer.key_rows(inputs.index_k, slots),
+            index=index,
             qr_fp8=qr_fp8,
         )
         return insert_latents(tokens)

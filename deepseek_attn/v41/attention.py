@@ -78,18 +78,18 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
     ) -> LatentAndKey:
         self.check_sources(step)
         rows = insert_tokens(self.token_rows(inputs.qr, inputs.kv, positions, step, qr_fp8), [], None)
-        if self.compressor is not None:
+        if self.compressor is not None and self.indexer is not None:  # layers that make entries have both
             latents = self.compressor.latents(inputs.entries, step)
-            self.compressor.store(latents, self.kv_cache, step)
+            self.compressor.store(latents, self.compressor.pool, step)
             self.compressor.store(self.indexer.keys(latents), self.indexer.pool, step)
         return rows
 
     def check_sources(self, step: StepMetadata) -> None:
         """RuntimeError unless the layers whose results this one reads have computed the step, in the model's order."""
         spec = self.spec
-        missing = spec.sources - step.results.computed
-        if spec.ratio and not spec.has_indexer and step.results.selected_by != spec.index_source:
-            missing |= {spec.index_source}  # or another layer has selected since
+        missing, source = spec.sources - step.results.computed, spec.index_source
+        if source is not None and not spec.has_indexer and step.results.selected_by != source:
+            missing |= {source}  # or another layer has selected since
         if missing:
             raise RuntimeError(
                 f"{self.prefix} reads what layers {sorted(missing)} compute in the same step: run these before it, and "

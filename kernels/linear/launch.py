@@ -285,7 +285,7 @@ def _by_cublas(
     blocks = zip(rows, weight.chunk(groups), scale.chunk(groups), out.chunk(groups, dim=1), strict=True)
     for (q, q_scale, _), block, block_scale, columns in blocks:
         if not out.is_meta:  # has no such product
-            torch.ops.aten._scaled_mm.out(q, block.t(), q_scale, block_scale.t(), out_dtype=torch.bfloat16, out=columns)
+            torch._scaled_mm(q, block.t(), q_scale, block_scale.t(), out_dtype=torch.bfloat16, out=columns)
     return [out[: values.shape[1]]]
 
 

@@ -5,7 +5,7 @@ import pytest
 from deepseek_attn.impls import AttentionLayer, DeepseekV4ReferenceSparseImpl
 from tests.support.one_layer import KINDS, Layer
 
-ATTRIBUTES = set(AttentionLayer.__annotations__)
+ATTRIBUTES = {name for name in (*AttentionLayer.__annotations__, *vars(AttentionLayer)) if not name.startswith("_")}
 
 
 class OnlyTheProtocol:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.attention.builder import MetadataBuilder
+from deepseek_attn.cache.pools import Pool
 from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, SparseMLABackend
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
@@ -16,6 +17,11 @@ from deepseek_attn.impls.metadata import StepMetadata
 
 class LatentAttentionLayer(AttentionLayer, Protocol):
     """Attributes of a layer that `SparseMLAImpl.forward` reads, in addition to `AttentionLayer`'s."""
+
+    @property
+    def kv_cache(self) -> Pool:
+        """Rows of latents and rotary keys."""
+        ...
 
     def absorb(self, q: Tensor, positions: Tensor) -> Tensor:
         """Rotated and absorbed queries of projected ones."""
