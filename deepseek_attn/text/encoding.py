@@ -13,7 +13,8 @@ and V4.1 chats. Where the two differ the recipe is followed:
 Where the recipe has no such conversation the shipped encoders are followed: developer messages, tasks, tools and
 response formats of single messages, V4.1's efforts of 1 to 100, image placeholders, a finished answer at the end.
 Function definitions are written as they are given; the recipe, which reads API requests, first adds absent fields. Of
-reminders in a row all are written; the recipe has the first alone in V4.1.
+reminders in a row all are written; the recipe has the first alone in V4.1. A run of tool results begins a new round, as
+in both; vLLM 0.33 does not count one without a user message in V4.1.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class Encoding:
         default_effort: text where no effort is given.
         system_token: in front of each system message. V4 has none and puts all of them in front, V3.2 leaves them.
         json_object: text of the response format ``json_object``.
-        joins_users: user messages and tool results in a row are one turn.
+        v4_layout: user messages and tool results in a row are one turn, the assistant's token stands before answers,
+            and all reasoning is kept where there are tools. False: V3.2's, which has none of the three.
         skips_empty: empty user messages are left out of it.
         blank_line: a call without arguments has an empty line.
         images: there is a placeholder for images.
@@ -135,7 +137,7 @@ class Encoding:
     default_effort: str = ""
     system_token: str = ""
     json_object: str = RESPONSE_FORMAT + '{"type": "json_object"}'
-    joins_users: bool = True
+    v4_layout: bool = True
     skips_empty: bool = False
     blank_line: bool = True
     images: bool = True
@@ -149,7 +151,7 @@ V32 = Encoding(
     calls="function_calls",
     supported=V32_ROLES,
     tools=V32_TOOLS,
-    joins_users=False,
+    v4_layout=False,
     images=False,
 )
 V4 = Encoding(
@@ -219,13 +221,13 @@ def encode_turns(
     """
     answered = turns[-1].role == "assistant"  # so that no other answer is to come
     complete = answered and turns[-1].finished
-    keeps_reasoning = encoding.joins_users and bool(tools or any(turn.tools for turn in turns))
+    keeps_reasoning = encoding.v4_layout and bool(tools or any(turn.tools for turn in turns))
     turns = _arranged(turns, encoding, tools, response_format)
     if thinking and not keeps_reasoning:
         last = _last_question(turns, encoding)
         turns = [turn for i, turn in enumerate(turns) if turn.role != "developer" or i >= last]
     last_question = -1 if keeps_reasoning else _last_question(turns, encoding)
-    if encoding.joins_users and not complete and not keeps_reasoning:
+    if encoding.v4_layout and not complete and not keeps_reasoning:
         last_question = len(turns) - 1 - answered
     pieces = [BOS]
     if thinking and effort:
@@ -235,9 +237,9 @@ def encode_turns(
         thinks = thinking and i > last_question
         if before is not None and before.task and (turn is None or turn.role in ("assistant", "latest_reminder")):
             pieces.append(_task(before.task, thinking))
-        elif encoding.joins_users and (turn.role == "assistant" if turn else not answered):
+        elif encoding.v4_layout and (turn.role == "assistant" if turn else not answered):
             pieces.append(ASSISTANT + _mode(thinks))
-        elif not encoding.joins_users and before is not None:
+        elif not encoding.v4_layout and before is not None:
             pieces.append(_header_after(before, thinks))
         if turn is not None:
             thinks = thinks and not (before is not None and before.task)
@@ -251,7 +253,7 @@ def encode_turns(
 
 def _arranged(turns: list[Turn], encoding: Encoding, tools: list[dict[str, Any]], response_format: str) -> list[Turn]:
     """The turns as they are rendered: systems where the encoding has them, and runs of user turns as one."""
-    if encoding.joins_users and not encoding.system_token:
+    if encoding.v4_layout and not encoding.system_token:
         systems = [turn for turn in turns if turn.role == "system"]
         if systems:
             texts = [turn.text for turn in systems if turn.text]
@@ -259,14 +261,14 @@ def _arranged(turns: list[Turn], encoding: Encoding, tools: list[dict[str, Any]]
             formats = [turn.response_format for turn in systems if turn.response_format is not None]
             first = Turn("system", "\n\n".join(texts), tools=own, response_format=formats[-1] if formats else None)
             turns = [first, *(turn for turn in turns if turn.role != "system")]
-    if encoding.joins_users:
+    if encoding.v4_layout:
         turns = [turn for turn in turns if turn.role != "system" or turn.text or turn.tools or turn.response_format]
     if tools or response_format:
         first = turns[0] if turns and turns[0].role == "system" else Turn("system", "")
         sections = _sections(encoding, [*first.tools, *tools], first.response_format)
         text = "\n\n".join([first.text, *sections, *([response_format] if response_format else [])])
         turns = [Turn("system", text), *(turns[1:] if turns and turns[0].role == "system" else turns)]
-    return _joined(turns, encoding) if encoding.joins_users else _joined_results(turns)
+    return _joined(turns, encoding) if encoding.v4_layout else _joined_results(turns)
 
 
 def _joined(turns: list[Turn], encoding: Encoding) -> list[Turn]:
@@ -327,7 +329,7 @@ def _body(turn: Turn, encoding: Encoding, thinks: bool, first: bool) -> str:
     sections = _sections(encoding, turn.tools, turn.response_format)
     if turn.role == "system":
         return ("" if first else encoding.system_token) + "\n\n".join([turn.text, *sections])
-    if turn.role == "developer" and not encoding.joins_users:
+    if turn.role == "developer" and not encoding.v4_layout:
         return USER + "\n\n".join(["", *sections, f"# The user's message is: {turn.text}"])
     if turn.role in ("user", "developer"):
         return USER + "\n\n".join([turn.text, *sections])
