@@ -24,12 +24,12 @@ from deepseek_attn.text.template import plain_messages, plain_value
 from deepseek_attn.text.tokenizer import BOS, CONFIG_FILE, EOS, TEMPLATE_FILE, Tokenizer, read_settings
 from deepseek_attn.utils.json_files import read_json
 
+Version = Literal["V3.2", "V4", "V4-first", "V4.1"]
 ENCODINGS = {"V3.2": encoding.V32, "V4": encoding.V4, "V4-first": encoding.V4_FIRST, "V4.1": encoding.V41}
-VERSIONS = {"deepseek_v32": "V3.2", "deepseek_v41": "V4.1"}  # by model_type; all others are V4
+VERSIONS: dict[str, Version] = {"deepseek_v32": "V3.2", "deepseek_v41": "V4.1"}  # by model_type; all others are V4
 ALWAYS = (BOS, USER, ASSISTANT, THINK, END_THINK)
 CONTROLS = (EOS, SYSTEM, REMINDER, *(f"<｜{task}｜>" for task in TASKS))  # where the conversation has them
 MODES = "thinking=True needs a reasoning effort other than 'none', and thinking=False none or 'none'"
-Version = Literal["V3.2", "V4", "V4-first", "V4.1"]
 
 
 class ChatOptions(TypedDict, total=False):
