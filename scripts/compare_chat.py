@@ -225,7 +225,7 @@ class Drawing:
         return text, thinking, Reply(message["reasoning_content"], message["content"], tuple(calls))
 
     def broken_reply(self) -> str:
-        """Pieces of markup in any order."""
+        """Pieces of markup, of text and of replies in any order."""
         tags = [
             f"<{DSML}",
             f"</{DSML}",
@@ -238,11 +238,13 @@ class Drawing:
         ]
         tags += ['c" string="true">', '" string="false">', f"</{DSML}parameter>\n", f"</{DSML}invoke>\n"]
         tags += [f"</{DSML}tool_calls>", f"</{DSML} calls>", "</think>", DSML, "<", "3", '{"a": 1}']
-        choose = self.random.choice
-        return "".join(
-            choose((choose(tags), choose(TEXTS), self.reply(choose(("V4", "V4.1")))[0].removesuffix(EOS)))
-            for _ in range(self.random.randrange(1, 14))
-        )
+        found = []
+        for _ in range(self.random.randrange(1, 20)):
+            whole = self.reply(self.random.choice(("V4", "V4.1")))[0].removesuffix(EOS)
+            part = whole[self.random.randrange(len(whole) + 1) :] if self.chance(0.5) else whole
+            tag, text = self.random.choice(tags), self.random.choice(TEXTS)
+            found.append(self.random.choices((tag, text, "\n", part), (6, 2, 1, 1))[0])
+        return "".join(found)
 
     def pieces(self, text: str) -> list[str]:
         cuts = sorted(self.random.choices(range(len(text) + 1), k=self.random.randrange(7)))
