@@ -244,7 +244,7 @@ def test_runners_with_and_without_it_do_not_disturb_each_other(device):
 
 
 REFUSED = {
-    "flashmla": ({"backend": "flashmla"}, "backend 'flashmla': FlashMLA splits the keys of a query depending on the batch"),
+    "flashmla": ({"backend": "flashmla"}, "backend 'flashmla': FlashMLA splits the keys of a query"),
     "mixed": ({"prefill_backend": "mixed"}, "backend 'mixed': it calls FlashMLA's or the Triton kernel by the number"),
     "gathered": ({"fp8_mode": "separate"}, "fp8_mode='separate': other kernels attend to a prompt than to a decode"),
     "ranks": ({"parallel": Parallel(0, 2)}, "2 ranks: the order in which an all-reduce adds depends on the number of"),
