@@ -30,6 +30,7 @@ COMMANDS = {
     "generate --chat --prompt Hello --max-tokens 2": "",
     "generate --prompts prompts.txt --max-tokens 2 --out lines.jsonl": "",
     "make-checkpoint --out made": "",
+    "crop --model made --layers 0,2 --out part": "",
     "score --model made --token-ids ids.json --out logits.safetensors --mtp": "",
     "inspect --prompt 'Once upon' --out page.html": "",
     "info": "",
