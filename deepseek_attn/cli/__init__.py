@@ -186,8 +186,9 @@ def explanation(error: Exception) -> str | None:
 
 def drop_unwritten_output() -> None:
     """Discards what standard output could not take, so that the interpreter does not fail again when it ends."""
+    if sys.stdout is None:
+        return
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -33,7 +33,8 @@ def show_answer(stream: TextStream, llm: LLM, chat: bool) -> Completion:
     completion = stream.completion
     if completion.finish_reason == "length":
         limit = f"--max-tokens {stream.params.max_tokens}"
-        if len(completion.token_ids) < stream.params.max_tokens:
+        most = stream.params.max_tokens
+        if most is None or len(completion.token_ids) < most:
             limit = f"--max-model-len {llm.runner.layout.max_model_len}"
         say(f"finish_reason: length ({limit})")
     return completion

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral
+from typing import TypeGuard
 
 import torch
 
@@ -102,7 +103,7 @@ def check_sizes(
         raise ValueError("invalid options:\n  - " + "\n  - ".join(problems))
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

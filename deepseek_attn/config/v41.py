@@ -143,6 +143,17 @@ class DeepseekV41Config(DeepseekV4Base):
         return self.engram
 
     @property
+    def candidate_entries(self) -> int:
+        """Entries in the candidate blocks of a query.
+
+        Raises:
+            ValueError: selections are not limited (``candidate_source_layer_id`` is None).
+        """
+        if self.candidate_topk_blocks is None or self.candidate_block_size is None:
+            raise ValueError("this deepseek_v41 config limits no selection: candidate_topk_blocks is absent")
+        return self.candidate_topk_blocks * self.candidate_block_size
+
+    @property
     def normalizes_weights(self) -> bool:
         """See `ConfigBase.normalizes_weights`; the weight of a single expert stays as it is scored."""
         return self.norm_topk_prob and self.num_experts_per_tok > 1

@@ -247,9 +247,9 @@ class ModelWork:
     def engram(self, spec: AnySpec, rows: int) -> FloorWork:
         """Work of the n-gram memory before one layer of V4.1: table rows, their projection, all streams in and out."""
         tensors = tensors_below(self.config, f"{spec.name}.engram.")
-        if not tensors:
+        if not tensors or not isinstance(self.config, DeepseekV41Config):
             return FloorWork({})
-        width, streams = self.config.engram.width, self.config.hc_mult
+        width, streams = self.config.memory.width, self.config.hc_mult
         work = self.weights(tuple(t for t in tensors if t[1].kind != ROWS), rows)
         work += self._activations(rows, inputs=streams, outputs=streams)
         return work + FloorWork({"table rows": rows * (width + width // SCALE_GROUP)})
@@ -335,7 +335,7 @@ class _Selection:
             read = [min(count, config.index_topk) for count in visible]
         if spec.has_indexer:
             most = max_scored(config, spec)
-            scored = sum(min(count, most) for count in visible if count > config.index_topk)
+            scored = sum(min(count, most) for count in visible if count > config.index_sizes.topk)
         return cls(shape.batch * window, shape.batch * sum(read), shape.batch * scored, sum(read), scored)
 
     def products(self, config: AnyConfig, numerics: Numerics) -> tuple[Product, ...]:
@@ -346,15 +346,15 @@ class _Selection:
         products = (Product("attention", "bf16", flops),)
         if self.scored:
             unit = "bf16" if numerics.index_record == "plain" else "fp8"
-            score = 2 * config.index_n_heads * config.index_head_dim
+            score = 2 * config.index_sizes.n_heads * config.index_sizes.head_dim
             products = (Product("index scores", unit, score * self.scored), *products)
         return products
 
 
 def max_scored(config: AnyConfig, spec: AnySpec) -> int:
     """Entries that an indexer has to score for a query at most: those of its candidate blocks (V4.1), or all."""
-    if isinstance(spec, V41LayerSpec) and spec.candidate_source not in (None, spec.index):
-        return config.candidate_topk_blocks * config.candidate_block_size
+    if isinstance(spec, V41LayerSpec) and isinstance(config, DeepseekV41Config):
+        return sys.maxsize if spec.candidate_source in (None, spec.index) else config.candidate_entries
     return sys.maxsize
 
 

@@ -128,7 +128,7 @@ H100 = replace(
     name="h100",
     memory=85_017_493_504,
     rates={"copy": 3.02e12, "bf16": 783e12, "fp8": 1419e12},
-    many=H200.many | {NORMS: StageCost(8.0, 1.63, 0.0), ROUTING: StageCost(4.0, 0.0, 2.4)},
+    many={**H200.many, NORMS: StageCost(8.0, 1.63, 0.0), ROUTING: StageCost(4.0, 0.0, 2.4)},
     sources=(
         "memory, rates, hyper-connections and norms, and routing of many tokens: one H100 with 80 GB (SXM)",
         "other stages: ratios of an H200; steps of V4-Flash, 8 layers, on one H100, batches 1 to 128 and 4096 and 8192 "

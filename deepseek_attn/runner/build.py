@@ -34,6 +34,7 @@ from deepseek_attn.config.options import (
     pick_device,
     pick_dtype,
 )
+from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.dispatch import problem_on, reference_ops
@@ -189,6 +190,12 @@ class LoadedModel:
             facts.append(f"rank {self.parallel.rank} of {self.parallel.world}")
         return f"{type(self).__name__}({', '.join(facts)})"
 
+    def whole_model(self) -> Backbone:
+        """The model with its head; ValueError for attention layers alone."""
+        if isinstance(self.model, AttentionStack):
+            raise ValueError("this runner holds attention layers only (attention_only=True): load the model to run it")
+        return self.model
+
     if not TYPE_CHECKING:  # type checkers know which attributes there are
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -336,10 +343,10 @@ def _engram_tables(
     config: AnyConfig, source: CheckpointSource, model: Model, device: torch.device
 ) -> EngramTables | None:
     layers = {module.layer: module for module in model.modules() if isinstance(module, Engram)}
-    if not layers:
+    if not layers or not isinstance(config, DeepseekV41Config):
         return None
-    numbers = source.token_numbers(config.engram.engram_compressed_vocab_size, config.vocab_size)
-    return EngramTables(config.engram, layers, numbers, device)
+    numbers = source.token_numbers(config.memory.engram_compressed_vocab_size, config.vocab_size)
+    return EngramTables(config.memory, layers, numbers, device)
 
 
 def _allocate_caches(layout: CacheLayout, device: torch.device) -> CachePools:

@@ -159,6 +159,8 @@ class MTPDrafter(Drafter):
             first_logits, next_ids = logits if first_logits is None else first_logits, logits.argmax(-1)
             drafts.append(next_ids)
             starts, lengths = starts + lengths, torch.ones_like(lengths)
+        if first_logits is None:
+            raise ValueError(f"num_drafts is {num_drafts}: a step that drafts has at least 1")
         back = torch.tensor(order, dtype=torch.int64, device="cpu").argsort().to(self.device)
         return DraftTokens(torch.stack(drafts, dim=1)[back], first_logits[back])
 
@@ -174,7 +176,7 @@ class BlockDrafter(Drafter):
 
     @property
     def max_drafts(self) -> int:
-        return self.model.config.dspark.dspark_block_size
+        return self.model.config.drafter.dspark_block_size
 
     def rows_past_end(self, num_drafts: int) -> int:
         return self.max_drafts
@@ -219,7 +221,7 @@ class BlockDrafter(Drafter):
         lengths = torch.full_like(ends, size)
         step = self.builder.build(StepInput(lengths, ends + size, tables, decode_threshold=size))
         self._read_whole_blocks(step, size)
-        noise = self.model.config.dspark.dspark_noise_token_id
+        noise = self.model.config.drafter.dspark_noise_token_id
         ids = torch.full((requests, size), noise, device=self.device, dtype=torch.int64)
         ids[:, 0] = newest
         states = self.model.draft_block(ids.flatten(), step).unflatten(0, (requests, size))
@@ -230,5 +232,7 @@ class BlockDrafter(Drafter):
         last = step.positions.unflatten(0, (-1, size))[:, -1:].expand(-1, size).flatten()
         table, window = step.block_tables[WINDOW], self.builder.layout.window + size
         rows = step_indices(last, step.token_to_req_indices, None, table, WINDOW_PAGE, window, []).swa
+        if rows is None:
+            raise RuntimeError("blocks of drafts need a window in their layers")
         indices = F.pad(rows.indices, (0, -window % INDEX_ALIGN), value=-1)
-        step.swa.decode_swa_indices, step.swa.decode_swa_lens = indices.unsqueeze(1), rows.lens
+        step.window.decode_swa_indices, step.window.decode_swa_lens = indices.unsqueeze(1), rows.lens

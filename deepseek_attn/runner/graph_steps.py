@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -174,7 +174,7 @@ class CapturedStep(StepTensors, ABC):
             drafts.append(greedy_tokens(self.model.draft_logits(states), invalid_token=0))
         return drafts, first_logits
 
-    def capture(self, pool: tuple[int, int] | None) -> int:
+    def capture(self, pool: Any) -> int:
         """Captures the step as a CUDA graph in a memory pool; returns the bytes of device memory that this reserved.
 
         The warm-up run computes padding only, which writes nothing.

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -54,7 +55,8 @@ def main() -> None:
     prepare_keys()
     # ops on "meta" that torch has in Python are exempted from torch.compile, for which it would be imported: seconds
     if "torch._dynamo" not in sys.modules:
-        torch._dynamo = sys.modules["torch._dynamo"] = SimpleNamespace(disable=lambda op, *_, **__: op)
+        stand_in: Any = SimpleNamespace(disable=lambda op, *_, **__: op)
+        torch._dynamo = sys.modules["torch._dynamo"] = stand_in
     try:
         runner = Connection(os.dup(0), writable=False)
         request, workers = runner.recv()

@@ -63,7 +63,7 @@ class TokenLogprobs:
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in NAMES))
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], packed: np.ndarray, top: int) -> TokenLogprobs:
+    def of(cls, token_ids: Sequence[int] | np.ndarray, packed: np.ndarray, top: int) -> TokenLogprobs:
         """Rows of `packed_logprobs`, of which the first ``top`` alternatives are kept; copies."""
         ids = packed.shape[1] // 2 + 1  # the first column after the ids
         return cls(
@@ -97,7 +97,7 @@ class TokenLogprobs:
             return NotImplemented
         return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in NAMES)
 
-    __hash__ = None
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # how Python marks a class whose objects can change
 
     def to_dict(self) -> dict[str, list]:
         """Lists by the names of the attributes, for JSON."""
@@ -203,12 +203,12 @@ def known_logprobs(
     tops = [0 if wanted is None else wanted.top for wanted in scored]
     if not rows:
         return [None if n is None else TokenLogprobs.join([], top) for n, top in zip(counts, tops, strict=True)]
-    block, parts, tokens = max(1, LOGITS_PER_BLOCK // vocab), [], None
+    block, parts, tokens = max(1, LOGITS_PER_BLOCK // vocab), list[torch.Tensor](), list[torch.Tensor]()
     for begin in range(0, len(rows), block):
         logits = step.logits_at(rows[begin : begin + block])
-        tokens = to_device(targets, logits.device) if tokens is None else tokens
-        parts.append(packed_logprobs(logits, tokens[begin : begin + block], max(tops)))
-    return PendingLogprobs(torch.cat(parts), tokens, counts, tops).wait()
+        tokens.append(to_device(targets[begin : begin + block], logits.device))
+        parts.append(packed_logprobs(logits, tokens[-1], max(tops)))
+    return PendingLogprobs(torch.cat(parts), torch.cat(tokens), counts, tops).wait()
 
 
 def packed_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:

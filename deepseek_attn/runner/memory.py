@@ -103,7 +103,8 @@ def _count(trace: AllocationTrace, request: RunnerRequest, copies: dict[str, int
     runner = MetaRunner.build(request)
     pools = {trace.key(pool.tensor) for pool in runner.pools}
     owners = _owners(trace, runner.model, pools)
-    tables = {trace.key(table) for table in (runner.graphs.tables.tables.values() if runner.graphs else ())}
+    drafted = runner.graphs.tables.tables.values() if runner.graphs else ()
+    tables = {key for table in drafted if (key := trace.key(table)) is not None}
     loaded = dict(trace.living)
     weights, buffers, allocator = 0, COUNTER_BYTES, CachingAllocator()
     for key, size in loaded.items():
@@ -192,7 +193,11 @@ def _owners(trace: AllocationTrace, model: nn.Module, pools: set[int | None]) ->
     is not counted.
     """
     owners: dict[int, str] = {}
-    shared = pools | {trace.key(layer.topk_indices_buffer) for layer in attention_layers(model) if layer.indexer}
+    shared = pools | {
+        trace.key(layer.topk_indices_buffer)
+        for layer in attention_layers(model)
+        if layer.topk_indices_buffer is not None
+    }
     for path, module in model.named_modules():
         layer = ".".join(path.split(".")[:2]) if path.startswith("layers.") else ""
         for tensor in _tensors(vars(module)):

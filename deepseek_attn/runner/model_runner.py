@@ -22,7 +22,7 @@ from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.step_batch import StepBatch
 from deepseek_attn.layers.engram import Chunk, Lookup
 from deepseek_attn.layers.parallel import StepNeeds
-from deepseek_attn.models.block import AttentionStack, Backbone, layer_specs
+from deepseek_attn.models.block import Backbone, layer_specs
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.runner.build import LoadedModel, build_runner
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, DraftRows
@@ -165,7 +165,7 @@ class ModelRunner(LoadedModel):
         Args:
             progress: show a bar over kernels that are still being compiled, on a terminal.
         """
-        self._whole_model()
+        self.whole_model()
         if self.device.type == "cpu":
             return
         if self.compilation is not None:
@@ -213,7 +213,7 @@ class ModelRunner(LoadedModel):
             After any other exception, `KeyboardInterrupt` included, no token of the step counts as computed; sequences
             that were to compute more than ``max_rollback`` tokens are computed again from their first one.
         """
-        model = self._whole_model()
+        model = self.whole_model()
         if options.mtp:
             self._need_drafter()
         check_batch(batch, self.layout)
@@ -460,11 +460,6 @@ class ModelRunner(LoadedModel):
         token_valid: torch.Tensor | None = None,
     ) -> StepMetadata:
         return self.builder.build(step_input(self.manager, caches, query_lens, decode_query_len, token_valid))
-
-    def _whole_model(self) -> Backbone:
-        if isinstance(self.model, AttentionStack):
-            raise ValueError("this runner holds attention layers only (attention_only=True): load the model to run it")
-        return self.model
 
     def _need_drafter(self) -> Drafter:
         if self.drafter is None:

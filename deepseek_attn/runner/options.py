@@ -111,7 +111,8 @@ def explanations() -> dict[str, str]:
         attributes = (inspect.getdoc(options) or "").partition("Attributes:\n")[2]
         for names, text in re.findall(r"^    ([\w, ]+): (.*?)(?=^    \w|\Z)", attributes, re.MULTILINE | re.DOTALL):
             if not text.startswith("see `AttentionOptions`"):
-                texts = dict.fromkeys(names.split(", "), text.rstrip()) | texts
+                for name in names.split(", "):
+                    texts.setdefault(name, text.rstrip())
     return texts
 
 

@@ -155,7 +155,7 @@ def workspace_bytes(
     spec = AttentionSpec.of(config, numerics, dtype)
     rows = attention.workspace_rows(spec, [layer.ratio for layer in config.all_layers], layout)
     has_indexer = any(layer.has_indexer for layer in config.all_layers)
-    buffer = layout.max_num_batched_tokens * config.index_topk * 4 if has_indexer else 0
+    buffer = layout.max_num_batched_tokens * config.index_sizes.topk * 4 if has_indexer else 0
     return aligned_bytes((rows, config.head_dim), dtype) + buffer
 
 

@@ -88,7 +88,7 @@ def _is_array(value: object) -> TypeGuard[np.ndarray | torch.Tensor]:
     return isinstance(value, (np.ndarray, torch.Tensor))
 
 
-def _is_scalar(value: object) -> bool:
+def _is_scalar(value: object) -> TypeGuard[np.ndarray | torch.Tensor]:
     """Whether a value is an array without dimensions."""
     # a nested tensor has `dim`, but its `ndim` raises
     return value.dim() == 0 if isinstance(value, torch.Tensor) else isinstance(value, np.ndarray) and value.ndim == 0
@@ -96,8 +96,9 @@ def _is_scalar(value: object) -> bool:
 
 def _has_objects(array: np.ndarray | torch.Tensor) -> bool:
     """Whether an array holds Python objects or texts: it is then read as a list of them."""
-    plain = isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray)
-    return plain and array.dtype.kind in "OU" and array.ndim > 0
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+        return False
+    return array.dtype.kind in "OU" and array.ndim > 0
 
 
 def _integers(array: np.ndarray | torch.Tensor, ndim: int) -> Any:

@@ -181,8 +181,8 @@ def brief(value: Any) -> str:
     """Fields by name, without those that are None, False or empty: ``rows=128 stages=4 pdl``."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name) for each in fields(value)}
-    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()
+    elif isinstance(value, tuple) and (as_dict := getattr(value, "_asdict", None)) is not None:
+        value = as_dict()
     if not isinstance(value, dict):
         return "" if value is None else str(value)
     words = []

@@ -74,6 +74,8 @@ class WarmUp:
     def decode_steps(self, size: StepSize) -> list[CapturedStep]:
         """The decode step of this size, and with drafts the step that drafts after it; captured, where steps are."""
         graphs, self.runner.parallel.step_rows = self.runner.graphs, size.rows
+        if graphs is None:
+            raise ValueError("the runner has no decode steps over persistent tensors: decode_sizes() is empty")
         steps: list[CapturedStep] = [graphs.step(size)]
         if self._drafts_in_graphs and not size.num_drafts:
             steps.append(graphs.draft_step(size._replace(num_drafts=self.num_drafts)))
@@ -154,8 +156,9 @@ class WarmUp:
         meta = runner.builder.build(batch)
         if runner.tables is not None:
             meta.engram = runner.tables.blank(total)
-        states = runner.model(ids, meta.positions, meta)
-        greedy_tokens(runner.model.logits(states[: len(rows)]))
+        model = runner.whole_model()
+        states = model(ids, meta.positions, meta)
+        greedy_tokens(model.logits(states[: len(rows)]))
         if self.num_drafts and runner.drafter is not None:
             runner.drafter.warm_up(batch, states, ids, self.num_drafts)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepseek_attn.cache.record import OWN_RECORDS, Record
+from deepseek_attn.cache.record import own_record
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import Numerics, get_numerics, numerics_for
 from deepseek_attn.impls import DEEPSEEK_V4_IMPLS, AttentionSpec, find_impl
@@ -148,10 +148,8 @@ def test_values_of_the_record(request, options):
     name = chosen(request.config)[1]
     if not name:
         pytest.skip("needs --deepseek-attn-record MODULE:CLASS")
-    cls = OWN_RECORDS.find(name)
-    assert cls is not None
     for nope, rope, dtype in ((64, 64, torch.float32), (448, 64, torch.bfloat16), (128, 0, torch.bfloat16)):
-        record: Record = cls(nope, rope, dtype)
+        record = own_record(name, nope, rope, dtype, f"{name!r} is no record")
         pool, n = record.allocate(4, 7), 7
         pool.fill_(0xFF)
         rows = torch.randn(9, nope + rope, dtype=torch.float32, device="cpu")

@@ -151,7 +151,8 @@ class RandomLayer:
         impl = self.attention.impl
         if impl is None:
             return self.session.run(x, lengths), None
-        self.attention.impl = watched = WatchedImpl(impl)
+        watched: Any = WatchedImpl(impl)  # an object with the methods of an impl's class
+        self.attention.impl = watched
         try:
             return self.session.run(x, lengths), watched.attended
         finally:

@@ -39,6 +39,10 @@ class LayerReference(ABC):
             reads: entries of each query, None for all that it sees.
         """
 
+    def rotated_back(self, heads: Tensor) -> Tensor:
+        """Attended values after the inverse rotation at their query's position; of V4's layers."""
+        raise NotImplementedError(f"{type(self).__name__}: values are not rotated")
+
     @abstractmethod
     def output(self, heads: Tensor) -> Tensor:
         """The layer's output ``[T, hidden_size]`` of the result of `attend`."""
@@ -80,7 +84,7 @@ class LayerReference(ABC):
     def best(self, scores: Tensor) -> list[list[int]]:
         """The ``index_topk`` best visible entries of each query."""
         visible = [row[: self.visible(t)] for t, row in enumerate(scores)]
-        return [row.topk(min(self.config.index_topk, len(row))).indices.tolist() for row in visible]
+        return [row.topk(min(self.config.index_sizes.topk, len(row))).indices.tolist() for row in visible]
 
     def selection_errors(self, x: Tensor, selected: Tensor) -> list[float]:
         """Distance of the worst selected score to the worst that should be selected, relative to the largest score.
@@ -91,7 +95,7 @@ class LayerReference(ABC):
         errors, scores = [], self.index_scores(x.detach().cpu().double())
         for t, row in enumerate(selected.tolist()):
             chosen, count = [entry for entry in row if entry >= 0], self.visible(t)
-            wrong_number = len(set(chosen)) < len(chosen) or len(chosen) != min(self.config.index_topk, count)
+            wrong_number = len(set(chosen)) < len(chosen) or len(chosen) != min(self.config.index_sizes.topk, count)
             if wrong_number or any(entry >= count for entry in chosen):
                 errors.append(math.inf)
             elif chosen:
@@ -268,12 +272,12 @@ class V32LayerReference(LayerReference):
         return scale * (1 + 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"])) ** 2
 
     def index_scores(self, x: Tensor) -> Tensor:
-        config, positions = self.config, torch.arange(len(x), device="cpu")
-        queries = self.linear("indexer.wq_b", self.latent(x)).unflatten(1, (config.index_n_heads, -1))
+        sizes, positions = self.config.index_sizes, torch.arange(len(x), device="cpu")
+        queries = self.linear("indexer.wq_b", self.latent(x)).unflatten(1, (sizes.n_heads, -1))
         keys = self.linear("indexer.wk", x)
         keys = F.layer_norm(keys, keys.shape[1:], self["indexer.k_norm.weight"], self["indexer.k_norm.bias"], 1e-6)
         queries, keys = self.rotate_first(queries, positions), self.rotate_first(keys, positions)
-        weights = self.linear("indexer.weights_proj", x) / math.sqrt(config.index_head_dim * config.index_n_heads)
+        weights = self.linear("indexer.weights_proj", x) / math.sqrt(sizes.head_dim * sizes.n_heads)
         return torch.einsum("th,thn->tn", weights, (queries @ keys.T).clamp(min=0))
 
     def rotate_first(self, x: Tensor, positions: Tensor) -> Tensor:

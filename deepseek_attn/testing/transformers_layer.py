@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from deepseek_attn.checkpoint.names_v32 import canonical_name_v32, published_nam
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}  # an option of every config, which none of them declares
 LAYER_TYPES = {
     (False, False): "heavily_compressed_attention",
     (True, True): "compressed_sparse_attention",
@@ -79,9 +82,12 @@ def hf_config(config: AnyConfig) -> PretrainedConfig:
         ValueError: a schedule that transformers cannot express.
     """
     if isinstance(config, DeepseekV32Config):
-        values = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "architectures")}
+        values: dict[str, Any] = {
+            k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "architectures")
+        }
         cls = TransformersV32Config if config.model_type == "deepseek_v32" else DeepseekV3Config
-        return cls(**values | {"torch_dtype": "float32"}, attn_implementation="eager")
+        values |= {"torch_dtype": "float32"} | EAGER
+        return cls(**values)
     if not isinstance(config, ModelConfig):
         raise ValueError(f"transformers has no {config.model_type}")
     kinds, rates = [], {}
@@ -112,5 +118,5 @@ def hf_config(config: AnyConfig) -> PretrainedConfig:
         partial_rotary_factor=fraction,
         rope_parameters={"main": main, "compress": compress},
         num_nextn_predict_layers=0,
-        attn_implementation="eager",
+        **EAGER,
     )

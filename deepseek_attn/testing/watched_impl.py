@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from deepseek_attn.impls.base import AttentionLayer, SparseMLAAttentionImpl
 from deepseek_attn.impls.flow import SplitAttentionImpl, decode_topk
+from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.queries import AttentionOutput, AttentionQueries
 from deepseek_attn.kernels.common.quant import QuantizedRows, dequantize_fp8
 
@@ -27,6 +28,12 @@ class Attended(NamedTuple):
 
     heads: Tensor
     rotated_back: bool
+
+
+class WatchedLayer(AttentionLayer, Protocol):
+    """A layer under a `WatchedImpl`; ``num_heads``: of the output that is kept."""
+
+    num_heads: int
 
 
 class WatchedImpl:
@@ -49,7 +56,7 @@ class WatchedImpl:
         return getattr(self.impl, name)
 
     def forward_mqa(
-        self, layer: AttentionLayer, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor | None = None
+        self, layer: WatchedLayer, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor | None = None
     ) -> Tensor:
         """See `SparseMLAAttentionImpl.forward_mqa`."""
         self._poison(layer)
@@ -57,9 +64,7 @@ class WatchedImpl:
         self.attended = Attended(result[:, : layer.num_heads].to("cpu", copy=True), False)
         return result
 
-    def attend(
-        self, layer: AttentionLayer, queries: AttentionQueries, kv: Tensor, positions: Tensor
-    ) -> AttentionOutput:
+    def attend(self, layer: WatchedLayer, queries: AttentionQueries, kv: Tensor, positions: Tensor) -> AttentionOutput:
         """See `SparseMLAAttentionImpl.attend`."""
         self._poison(layer)
         result = self.impl.attend(layer, queries, kv, positions)
@@ -73,12 +78,11 @@ class WatchedImpl:
 
     def _poison(self, layer: AttentionLayer) -> None:
         if self.poisons and layer.step is not None:
-            poison_page_indices(layer)
+            poison_page_indices(layer, layer.step)
 
 
-def poison_page_indices(layer: AttentionLayer) -> None:
+def poison_page_indices(layer: AttentionLayer, step: StepMetadata) -> None:
     """Writes a slot of NaN to every column of the step's decode index tensors past the valid length."""
-    step = layer.step
     if not step.num_decode_tokens:
         return
     if step.swa is not None:

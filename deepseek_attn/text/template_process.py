@@ -25,6 +25,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from deepseek_attn.text.template import render
+from deepseek_attn.utils.processes import Pipes
 
 try:
     import resource
@@ -90,16 +91,17 @@ class TemplateProcess:
                 if self._running is None or self._running.poll() is not None:
                     self.stop()
                     self._running = self._start()
-                self._running.stdin.write(request + b"\n")
-                self._running.stdin.flush()
-                line = self._running.stdout.readline()
+                pipes = Pipes.of(self._running)
+                pipes.stdin.write(request + b"\n")
+                pipes.stdin.flush()
+                line = pipes.stdout.readline()
             except OSError as error:
                 self.stop()
                 return {"error": f"the process that renders chat templates cannot be used: {error}"}
             except BaseException:  # an interrupted exchange leaves half a reply in the pipe
                 self.stop()
                 raise
-            return json.loads(line) if line else {"error": self._cause_of_death()}
+            return json.loads(line) if line else {"error": self._cause_of_death(self._running)}
 
     def stop(self) -> None:
         """Ends the process; the next request starts another."""
@@ -115,8 +117,8 @@ class TemplateProcess:
             stderr=subprocess.DEVNULL, start_new_session=True,  # a session of its own gets no Ctrl-C
         )  # fmt: skip
 
-    def _cause_of_death(self) -> str:
-        code = self._running.wait()
+    def _cause_of_death(self, process: subprocess.Popen) -> str:
+        code = process.wait()
         self.stop()
         if code == -signal.SIGPROF:
             return f"it takes more than {MAX_CPU_SECONDS:g} seconds of CPU time"
@@ -125,6 +127,8 @@ class TemplateProcess:
 
 def serve() -> None:
     """Answers requests from stdin until it is closed."""
+    if resource is None:
+        raise RuntimeError(f"{UNBOUNDED}: this process is not started")
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
     with suppress(OSError, ValueError):  # where a system has no such limit, CPU time alone bounds a template
@@ -148,7 +152,7 @@ def _answer(job: dict[str, Any]) -> dict[str, str]:
         Tokenizer.from_str(job["tokenizer"]).encode(job["text"], add_special_tokens=False)
         return {"text": ""}
     except TemplateError as error:
-        return {"error": error.message}
+        return {"error": error.message or type(error).__name__}
     except BaseException as error:  # a failed assertion in the tokenizers library is not an Exception
         return {"error": str(error)[:300]}
 

@@ -387,7 +387,8 @@ def _load(path: Path, settings: dict[str, Any]) -> tuple[tokenizers.Tokenizer, b
 def _added_token(token: str | dict[str, Any], **flags: bool) -> AddedToken:
     """A token of the settings: its text, or a dict of text (``content``) and flags."""
     fields: dict[str, Any] = {"content": token} if isinstance(token, str) else token
-    return AddedToken(**{key: value for key, value in (fields | flags).items() if key in TOKEN_FIELDS})
+    known: dict[str, Any] = {key: value for key, value in (fields | flags).items() if key in TOKEN_FIELDS}
+    return AddedToken(**known)
 
 
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:

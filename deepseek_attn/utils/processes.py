@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import signal
 import socket
+import subprocess
 import sys
+from typing import IO, NamedTuple
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_TIMEOUT_SECONDS = 7 * 86400
@@ -15,6 +17,20 @@ def end_with_parent() -> None:
     """Makes the kernel (Linux) kill this process as soon as its parent process is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class Pipes(NamedTuple):
+    """Standard input and output of another process."""
+
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+
+    @classmethod
+    def of(cls, process: subprocess.Popen[bytes]) -> Pipes:
+        """The pipes of a process that was started with both."""
+        if process.stdin is None or process.stdout is None:
+            raise ValueError("the process was started without pipes: pass stdin=PIPE and stdout=PIPE")
+        return cls(process.stdin, process.stdout)
 
 
 def check_interface(name: str | None) -> list[str]:

@@ -15,11 +15,12 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
 from deepseek_attn.runner.ahead.request import RunnerRequest
+from deepseek_attn.utils.processes import Pipes
 
 if TYPE_CHECKING:
     from deepseek_attn.runner.ahead.recording import Variant
@@ -92,14 +93,14 @@ class Compilation:
             self.begun.parent.mkdir(parents=True, exist_ok=True)
             self.begun.touch()
             path = [*sys.path, str(Path(__file__).parents[3])]  # an editable installation may be on no path
-            self._process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 [sys.executable, "-c", START, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, start_new_session=True,  # a session of its own gets no Ctrl-C
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self._messages.put(self._request)
-        threading.Thread(target=self._write, daemon=True).start()
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._write, args=(Pipes.of(process).stdin,), daemon=True).start()
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
 
     def before_launch(self, variant: Variant) -> None:
         """Blocks until this kernel and the other kernels of its `step` are compiled, if the process lists it there.
@@ -144,19 +145,19 @@ class Compilation:
             else:
                 self._process.kill()
 
-    def _write(self) -> None:
+    def _write(self, stdin: IO[bytes]) -> None:
         """Sends messages in their order; the process may read the first one late."""
         with (
             suppress(OSError),
-            self._process.stdin as pipe,
+            stdin as pipe,
             Connection(os.dup(pipe.fileno()), readable=False) as process,
         ):
             while (message := self._messages.get()) is not None:
                 process.send_bytes(message)
 
-    def _listen(self) -> None:
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
         """Takes in the events of the process, to its end."""
-        for line in self._lines():
+        for line in self._lines(process):
             event = json.loads(line)
             with self._changed:
                 self.found.update(event.get("found", ()))
@@ -170,7 +171,7 @@ class Compilation:
                 self.problem = event.get("problem", "")
                 self._changed.notify_all()
         self._messages.put(None)
-        code = self._process.wait()
+        code = process.wait()
         complete = self._all_found and self.found <= self.done
         if not (complete or self._closed or self.problem):
             self.problem = f"the process that lists them has ended with exit code {code}"
@@ -182,17 +183,17 @@ class Compilation:
             self.ended = True
             self._changed.notify_all()
 
-    def _lines(self) -> Iterator[bytes]:
+    def _lines(self, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
         """Lines that the process writes, until it ends; a process that hangs is killed."""
         rest = b""
-        with self._process.stdout as pipe:
+        with Pipes.of(process).stdout as pipe:
             while select.select([pipe], [], [], SILENT_SECONDS)[0]:
                 if not (data := os.read(pipe.fileno(), 1 << 16)):
                     return
                 *lines, rest = (rest + data).split(b"\n")
                 yield from lines
         self.problem = f"the process that lists them has written nothing for {SILENT_SECONDS} s"
-        self._process.kill()
+        process.kill()
 
     def message(self) -> str:
         """One message about kernels that could not be compiled; empty if all were."""

@@ -39,7 +39,7 @@ class RequestedSteps:
     def next(self) -> list[Variant]:
         """The kernels of the step that `runner` has sent."""
         try:
-            return self.kernels(self.runner.recv())
+            return [] if self.runner is None else self.kernels(self.runner.recv())
         except EOFError:
             self.runner = None
             return []
@@ -72,16 +72,15 @@ def compile_variants(
     def take_steps(timeout: float | None) -> list[Any]:
         """Queues the kernels of steps that have arrived; returns the other ready file objects."""
         nonlocal listed
-        sources = [steps.runner] if steps is not None and steps.runner is not None else []
-        ready = wait([*running, *sources], timeout)
-        for source in sources:
-            if source in ready:
-                ready.remove(source)
-                variants = steps.next()
-                if steps.runner is not None:
-                    listed += 1
-                    add(-listed, variants)
-                    tell(found=[variant.key for variant in variants], listed=listed)
+        source = None if steps is None else steps.runner
+        ready = wait([*running] if source is None else [*running, source], timeout)
+        if steps is not None and source in ready:
+            ready.remove(source)
+            variants = steps.next()
+            if steps.runner is not None:
+                listed += 1
+                add(-listed, variants)
+                tell(found=[variant.key for variant in variants], listed=listed)
         return ready
 
     def advance(timeout: float | None) -> None:

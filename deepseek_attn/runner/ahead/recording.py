@@ -89,7 +89,7 @@ def compile_settings(gpu: GPU) -> str:
     """Environment variables, defaults of options and the version of ptxas, as far as they enter Triton's cache keys."""
     backend = make_backend(target_of(gpu))
     variables = sorted(get_cache_invalidating_env_vars().items())
-    options = backend.parse_options({"enable_fp_fusion": True})  # the value of every launch
+    options: Any = backend.parse_options({"enable_fp_fusion": True})  # the value of every launch
     return f"{triton.__version__} {backend.hash()} {options.hash()} {variables}"
 
 
@@ -143,7 +143,8 @@ def compute_keys(functions: Iterable[JITCallable]) -> None:
 @contextmanager
 def compiling_by(submit: Submit) -> Iterator[None]:
     """In this context of this thread Triton has kernels compiled by ``submit``."""
-    token = active_mode.set(SimpleNamespace(submit=lambda *args: submit(*args[:3])))
+    mode: Any = SimpleNamespace(submit=lambda *args: submit(*args[:3]))  # the only method that Triton calls
+    token = active_mode.set(mode)
     try:
         yield
     finally:
