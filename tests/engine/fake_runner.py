@@ -22,6 +22,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner import Sequence, StepOptions, StepOutput
+from deepseek_attn.runner.logprobs import TokenLogprobs, packed_logprobs
 from deepseek_attn.runner.sequence import TokenLimits
 
 PRIME = 65521  # numbers below it are exact in float32, and their products in int64
@@ -129,9 +130,27 @@ class FakeRunner:
                 self._compute(*batch[-1])  # some had been written when memory ran out
                 raise torch.OutOfMemoryError("fake memory is full")
             logits = [self._compute(sequence, n) for sequence, n in batch]
+            scored = None if options is None or not any(options.scored) else self._scored(batch, options.scored)
             for cache, n in caches:
                 self.manager.commit(cache, n)
-        return StepOutput(logits)
+        return StepOutput(logits, scored=scored)
+
+    def _scored(self, batch, scored) -> list[TokenLogprobs | None]:
+        """Log-probabilities from the oracle's tokens."""
+        found: list[TokenLogprobs | None] = []
+        for (sequence, n), wanted in zip(batch, scored, strict=True):
+            if wanted is None:
+                found.append(None)
+                continue
+            first = sequence.num_computed
+            rows = range(max(first, wanted.first), min(first + n, wanted.end))
+            targets = [sequence.token_ids[row + 1] for row in rows]
+            logits = torch.zeros(len(rows), VOCAB)
+            for i, row in enumerate(rows):
+                logits[i, self.oracle(sequence.token_ids[: row + 1])] = 1
+            packed = packed_logprobs(logits, torch.tensor(targets, dtype=torch.int64), wanted.top)
+            found.append(TokenLogprobs.of(targets, packed.numpy(), wanted.top))
+        return found
 
     def _compute(self, sequence: Sequence, n: int) -> torch.Tensor:
         start = sequence.num_computed

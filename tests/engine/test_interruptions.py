@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,10 +14,11 @@ from deepseek_attn.cache.layout import WINDOW, ratio_group
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
-from deepseek_attn.engine.request import Request
+from deepseek_attn.engine.request import Completion, Request
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.logprobs import TokenLogprob
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.testing import poison_caches
 from tests.engine import fake_runner
@@ -42,6 +44,7 @@ class Workload:
         self.engine, self.jobs, self.files = engine, jobs, files
         self.requests: list[Request] = []
         self.reported: dict[Request, list[int]] = defaultdict(list)
+        self.logprobs: dict[Request, list[TokenLogprob]] = defaultdict(list)
         self.steps = 0
 
     def step(self, line: Line | None = None) -> InterruptBefore:
@@ -59,6 +62,7 @@ class Workload:
             outputs = self.engine.step()
         for output in outputs:
             self.reported[output.request] += output.token_ids
+            self.logprobs[output.request] += output.logprobs or []
         return trace
 
     def run(self) -> dict[Line, None]:
@@ -72,13 +76,16 @@ class Workload:
         """Steps until one was interrupted before the line; False if none gets there."""
         return any(self.step(line).fired for _ in range(20))
 
-    def check(self, expected: list[list[int]]) -> None:
+    def check(self, expected: list[Completion]) -> None:
         finish_reasons = {request.finish_reason for request in self.requests}
         assert finish_reasons == {"length"}, [request.error for request in self.requests]
         for request in self.requests:
             job = next(i for i, (tokens, _) in enumerate(self.jobs) if tokens == request.prompt_token_ids)
-            assert request.completion().token_ids == expected[job]
-            assert self.reported[request] == expected[job]
+            found = request.completion()
+            assert found.token_ids == self.reported[request] == expected[job].token_ids
+            assert found.logprobs == expected[job].logprobs
+            assert found.prompt_logprobs == expected[job].prompt_logprobs
+            assert self.logprobs[request] == list(expected[job].logprobs or [])
 
 
 def interrupted_everywhere(
@@ -99,7 +106,7 @@ def interrupted_everywhere(
         Workload(make_engine(), jobs, files).run()  # lines that run once in a process, compiling kernels, do not count
     whole = Workload(make_engine(), jobs, files)
     lines = list(whole.run())[every // 2 if start is None else start :: every]
-    expected = [request.completion().token_ids for request in whole.requests]
+    expected = [request.completion() for request in whole.requests]
     broken = Workload(make_engine(), jobs, files)
 
     def interrupt(line: Line) -> bool:
@@ -125,7 +132,11 @@ FAKES = {
 
 def fake_jobs() -> Jobs:
     first = [2 + i * 37 % 450 for i in range(200)]
-    return [(first, greedy(6)), (first[50:99], greedy(8)), (first[:140] + [9, 8, 7], greedy(3))]
+    return [
+        (first, greedy(6, logprobs=1)),
+        (first[50:170], greedy(8, logprobs=2, prompt_logprobs=1)),
+        (first[:140] + [9, 8, 7], greedy(3, logprobs=0)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +239,7 @@ def test_a_step_that_no_rollback_takes_back():
     runner = small_runner(config, max_model_len=300, max_num_batched_tokens=61, max_rollback=4)
     tokens = prompt(config, 120)
 
-    def generate(broken: int | None = None) -> list[int]:
+    def generate(broken: int | None = None) -> Completion:
         engine, passes = Engine(runner), []
 
         def interrupt(module, args):
@@ -238,7 +249,7 @@ def test_a_step_that_no_rollback_takes_back():
                 raise KeyboardInterrupt
 
         hook = runner.model.layers[str(broken or 0)].register_forward_pre_hook(interrupt)
-        request = engine.add_request(tokens, greedy(4))
+        request = engine.add_request(tokens, greedy(4, prompt_logprobs=1))
         engine.step()
         if broken is not None:
             with pytest.raises(KeyboardInterrupt):
@@ -246,11 +257,15 @@ def test_a_step_that_no_rollback_takes_back():
             assert request.sequence.num_computed == 0
         finish(engine)
         hook.remove()
-        return request.completion().token_ids
+        return request.completion()
 
     with pages_returned(runner):
         expected = generate()
-        assert [generate(layer) for layer in range(3)] == [expected] * 3
+        for layer in range(3):
+            found = generate(layer)
+            assert found.token_ids == expected.token_ids
+            assert found.prompt_logprobs.token_ids.tolist() == tokens[1:]
+            np.testing.assert_allclose(found.prompt_logprobs.logprobs, expected.prompt_logprobs.logprobs, atol=1e-5)
 
 
 def test_interrupted_again_while_it_makes_up(monkeypatch):
@@ -264,7 +279,7 @@ def test_interrupted_again_while_it_makes_up(monkeypatch):
 
     whole = Workload(Engine(runner), jobs)
     lines = whole.run()
-    expected = [request.completion().token_ids for request in whole.requests]
+    expected = [request.completion() for request in whole.requests]
     broken = Workload(Engine(runner), jobs)
     with monkeypatch.context() as patch:
         patch.setattr(NextToken, "accept", interrupted)

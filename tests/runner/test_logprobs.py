@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from deepseek_attn.checkpoint import RandomSource
-from deepseek_attn.runner import ModelRunner, logprobs
-from deepseek_attn.runner.logprobs import MAX_TOP, TokenLogprobs, packed_logprobs
+from deepseek_attn.runner import ModelRunner, StepOptions, logprobs
+from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.logprobs import MAX_TOP, ScoredRows, TokenLogprobs, packed_logprobs
 from tests.support import v32_cases
 from tests.support.oracle_transformers import TransformersOracle
 from tests.support.oracle_v32 import TransformersV32Oracle
@@ -59,17 +60,14 @@ def test_a_row_has_the_same_bits_in_any_company(monkeypatch):
 
 
 def test_the_sum_does_not_depend_on_the_order_of_tokens():
-    """A large vocabulary of logits of all magnitudes, where float64 sums of other orders differ."""
-    logits = torch.randn(1, 129_280) * 3
-    orders = [torch.randperm(129_280) for _ in range(6)]
-    shuffled = torch.cat([logits[:, order] for order in orders])
-    tokens = torch.stack([(order == 17).nonzero()[0, 0] for order in orders])
-    found = packed_logprobs(shuffled, tokens, 0)
-    assert len(found.unique(dim=0)) == 1
-    exact = math.fsum(math.exp(x) for x in logits[0].double().tolist())
-    assert abs(float(found[0, 0]) - (float(logits[0, 17]) - math.log(exact))) < 4e-15
-    plain = (shuffled.double() - shuffled.double().amax(1, keepdim=True)).exp().cumsum(1)[:, -1]
-    assert len(plain.unique()) > 1
+    """Logits of all magnitudes, of whose exponentials plain float64 sums differ with the order."""
+    logits = torch.randn(90, 12_929) * 3
+    order = torch.randperm(12_929)
+    token = int(order[17])
+    found = packed_logprobs(logits, torch.full((90,), token), 0)
+    assert torch.equal(packed_logprobs(logits[:, order], torch.full((90,), 17), 0), found)
+    exact = [math.log(math.fsum(math.exp(x) for x in row)) for row in logits[:9].double().tolist()]
+    np.testing.assert_allclose(found[:9, 0], logits[:9, token].double().numpy() - exact, atol=4e-15, rtol=0)
 
 
 def test_too_large_a_vocabulary_is_refused():
@@ -108,17 +106,16 @@ def deterministic() -> ModelRunner:
     return small_runner(small_config([4, 0]), deterministic=True, max_num_batched_tokens=200)
 
 
-def rows_of(logits: torch.Tensor, tokens: list[int], top: int) -> TokenLogprobs:
-    """Log-probabilities of all tokens but the first from whole rows of logits."""
-    packed = packed_logprobs(logits[:-1], torch.tensor(tokens[1:]), top)
-    return TokenLogprobs.of(tokens[1:], packed.numpy(), top)
+def after(logits: torch.Tensor, tokens: list[int], top: int) -> TokenLogprobs:
+    """Log-probabilities of the tokens after the rows of logits, one each."""
+    return TokenLogprobs.of(tokens, packed_logprobs(logits, torch.tensor(tokens), top).numpy(), top)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 7, 1])
 def test_scores_are_those_of_the_logits(deterministic, chunk_size, monkeypatch):
     """Bit for bit, in blocks of a few rows too, which cross the borders of prompts."""
     texts = [prompt(deterministic.config, n, n) for n in LENGTHS]
-    expected = [rows_of(logits, text, 3) for logits, text in zip(deterministic.score(texts), texts, strict=True)]
+    expected = [after(logits[:-1], text[1:], 3) for logits, text in zip(deterministic.score(texts), texts, strict=True)]
     assert deterministic.score_logprobs(texts, 3, chunk_size) == expected
     rows, logits = [], deterministic.model.logits
     monkeypatch.setattr(logprobs, "LOGITS_PER_BLOCK", 5 * deterministic.config.vocab_size)
@@ -141,6 +138,47 @@ def test_token_logprobs():
         "token_ids": [5, 7], "logprobs": [-0.5, -1.5], "ranks": [1, 3],
         "top_ids": [[5, 2], [1, 2]], "top_logprobs": [[-0.5, -2.0], [-0.1, -0.2]],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_step_in_any_order(deterministic, graphs, monkeypatch):
+    """A prompt before decodes, which the step computes first; each sequence with log-probabilities of its own."""
+    config, texts = deterministic.config, []
+    for i, (computed, n) in enumerate([(3, 9), (7, 1), (5, 1), (0, 1)]):
+        sequence = deterministic.sequence(prompt(config, computed + n + 2 * (i != 2), i))
+        if computed:
+            deterministic.step([(sequence, computed)])
+        texts.append((sequence, n))
+    if graphs:
+        shape = (deterministic.model, deterministic.layout, deterministic.device)
+        monkeypatch.setattr(deterministic, "graphs", DecodeGraphs(*shape, batches=[4], capture=False))
+        del texts[0]
+    scored = [ScoredRows(0, 9, 1), ScoredRows(0, 99, 2), None, ScoredRows(0, 9, 0)][-len(texts) :]
+    options = StepOptions(greedy=True, logprobs=(2, None, 0, 3)[-len(texts) :], scored=tuple(scored))
+    starts = [sequence.num_computed for sequence, _ in texts]
+    output = deterministic.step(texts, options)
+    results = zip(
+        texts, starts, scored, options.logprobs, output.scored, output.logprobs(), output.tokens(), strict=True
+    )
+    for (sequence, n), start, wanted, top, known, chosen, tokens in results:
+        (logits,) = deterministic.score([sequence.token_ids])
+        assert (known is None) == (wanted is None)
+        if wanted is not None:
+            end = min(start + n, wanted.end, len(sequence.token_ids) - 1)
+            expected = after(logits[start:end], sequence.token_ids[start + 1 : end + 1], wanted.top)
+            assert_same(known, expected, exact=not graphs)
+        assert (chosen is None) == (top is None)
+        if top is not None:
+            assert_same(chosen, after(logits[start + n - 1 : start + n], tokens, top), exact=not graphs)
+        sequence.free()
+
+
+def assert_same(found: TokenLogprobs, expected: TokenLogprobs, exact: bool) -> None:
+    """To the bit, or as two float32 programs agree."""
+    assert found == expected or not exact
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("top", [-1, MAX_TOP + 1, True, 1.0, "2"])

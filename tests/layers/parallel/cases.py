@@ -79,7 +79,8 @@ def scores(family: str, parallel: Parallel, numerics: str = "exact") -> dict:
     else:
         logits, drafts = runner.score(texts), [draft_after(runner, texts[1], [5, 4], newest=11).logits]
     steps = runner.score([texts[1]], chunk_size=1)
-    return {"logits": logits, "drafts": drafts, "steps": steps}
+    logprobs = [text.to_dict() for text in runner.score_logprobs(texts, top=2)]
+    return {"logits": logits, "drafts": drafts, "steps": steps, "logprobs": logprobs}
 
 
 def texts_of(directory: Path, parallel: Parallel) -> dict:
@@ -91,8 +92,10 @@ def texts_of(directory: Path, parallel: Parallel) -> dict:
         params = SamplingParams(max_tokens=8, ignore_eos=True, **options)
         return [list(done.token_ids) for done in model.generate(texts, params)]
 
+    asked = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0, logprobs=1, prompt_logprobs=0)
+    found = [(done.logprobs.to_dict(), done.prompt_logprobs.to_dict()) for done in llm.generate(texts, asked)]
     speculating = LLM(directory, parallel=parallel, speculate=2, **LIMITS)
-    found = {"greedy": tokens(llm, temperature=0), "speculated": tokens(speculating, temperature=0)}
+    found = {"logprobs": found, "greedy": tokens(llm, temperature=0), "speculated": tokens(speculating, temperature=0)}
     if llm.runner.tables is None:
         found |= {"seeded": tokens(llm, seed=7), "fresh": tokens(llm)}
     return found | {"accepted": speculating.engine.stats.accepted}
@@ -134,7 +137,9 @@ def own_requests(directory: Path, parallel: Parallel) -> dict:
         for own in (texts[: parallel.rank], texts[parallel.rank :][:2]):
             found.append([list(done.token_ids) for done in llm.generate(own, params)])
     scored = llm.runner.score(texts[:1] if parallel.rank == 1 else [])
+    logprobs = llm.runner.score_logprobs(texts[:1] if parallel.rank == 1 else [])
     return {
+        "logprobs": [text.to_dict() for text in logprobs],
         "texts": found,
         "scored": scored,
         "mtp": llm.runner.has_mtp,

@@ -98,12 +98,37 @@ def test_all_ranks_have_the_same_bits(ranks):
         for family in cases.CONFIGS:
             for got, expected in zip(rank[family]["logits"], ranks[0][family]["logits"], strict=True):
                 assert torch.equal(got, expected)
+            assert rank[family]["logprobs"] == ranks[0][family]["logprobs"]
         assert rank["texts_of"] == ranks[0]["texts_of"]
+
+
+@pytest.mark.parametrize("family", list(cases.CONFIGS))
+def test_logprobs(ranks, alone, family):
+    """Ranks split the vocabulary."""
+    for got, expected in zip(ranks[0][family]["logprobs"], alone[family]["logprobs"], strict=True):
+        assert_same_logprobs(got, expected)
+    for got, expected in zip(ranks[0][family]["logprobs"], ranks[0][family]["logits"], strict=True):
+        log_softmax = expected[:-1].double().log_softmax(-1)
+        own = log_softmax.gather(1, torch.tensor(got["token_ids"])[:, None])[:, 0]
+        assert_close(torch.tensor(got["logprobs"])[None], own[None], TOLERANCE)
+
+
+def assert_same_logprobs(got: dict, expected: dict) -> None:
+    assert got["token_ids"] == expected["token_ids"]
+    for name in ("logprobs", "top_logprobs"):
+        torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(expected[name]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", cases.CHECKPOINTS)
+def test_generated_logprobs(ranks, alone, family):
+    found, expected = (texts["texts_of"][family]["logprobs"] for texts in (ranks[0], alone))
+    for got, part in zip(sum(found, ()), sum(expected, ()), strict=True):
+        assert_same_logprobs(got, part)
 
 
 @pytest.mark.parametrize("family", cases.CHECKPOINTS)
 def test_generated_tokens(ranks, alone, family):
-    found, expected = ({**texts["texts_of"][family], "fresh": None} for texts in (ranks[0], alone))
+    found, expected = ({**texts["texts_of"][family], "fresh": None, "logprobs": None} for texts in (ranks[0], alone))
     assert found == expected
     assert expected["speculated"] == expected["greedy"]
     assert (expected["accepted"] > 0) == (family == "v41")  # whose random weights make likely drafts
@@ -140,6 +165,8 @@ def test_data_parallel_attention(ranks, checkpoints):
         assert not rank["mtp"]
     (got,) = own[1]["scored"]
     assert_close(got, everyone.runner.score(texts[:1])[0], TOLERANCE)
+    (got,) = own[1]["logprobs"]
+    assert_same_logprobs(got, everyone.runner.score_logprobs(texts[:1])[0].to_dict())
 
 
 def test_small_messages_of_data_parallel_attention(monkeypatch):
