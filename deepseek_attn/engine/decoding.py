@@ -93,7 +93,7 @@ class NextToken:
             accepted = accept_greedy({request: tokens for (request, _), tokens in chosen if is_ready(request)})
             accepted.logprobs = greedy_logprobs_of(work, output)
             return accepted
-        ready = [(request, rows) for (request, _), rows in zip(work, output.logits, strict=True) if is_ready(request)]
+        ready = [(request, rows) for (request, _), rows in zip(work, output.rows, strict=True) if is_ready(request)]
         accepted, owners = Accepted(), [(request, 0) for request, _ in ready]
         logits = torch.cat([rows for _, rows in ready])
         tokens = next_tokens(logits, owners)

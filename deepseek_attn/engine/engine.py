@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -168,7 +168,7 @@ class Engine:
 
     def run(
         self, requests: Iterable[Request | None], max_in_flight: int | None = None
-    ) -> Iterator[list[RequestOutput]]:
+    ) -> Generator[list[RequestOutput]]:
         """Submits the requests that were not submitted yet, and steps until all have ended. Yields their outputs.
 
         Several threads can each have a run at the same time: a step of one computes the requests of all. Closing the
@@ -421,7 +421,7 @@ class Engine:
                 self._fail(request, describe(request_error), request_error)
                 continue
             done.append((request, n))
-            merged.logits += output.logits
+            merged.logits = [*merged.rows, *output.rows]
             if output.hidden_states is not None:
                 merged.hidden_states = [*(merged.hidden_states or []), *output.hidden_states]
         return done, merged
@@ -455,7 +455,7 @@ class Engine:
         blocks, beyond = divmod(sequence.num_computed, layout.snapshot_block)
         if blocks <= request.kept_blocks or (beyond and not layout.keeps_all_tokens):
             return
-        keys = request.keys.upto(sequence.token_ids, blocks * layout.snapshot_block)
+        keys = request.prefix_keys(blocks * layout.snapshot_block)
         if len(keys) == blocks or layout.keeps_all_tokens:
             self.prefixes.keep(sequence.cache, keys)
             request.kept_blocks = len(keys)
@@ -472,7 +472,8 @@ class Engine:
     def _count_ended(self, request: Request) -> None:
         """Drops a request that has ended, as the next outputs report."""
         self._report(request)
-        self.stats.finished[request.finish_reason] += 1
+        if request.finish_reason is not None:
+            self.stats.finished[request.finish_reason] += 1
         if request in self.scheduler:
             self.scheduler.remove(request)
 

@@ -164,14 +164,14 @@ class LLM:
             ValueError: a prompt cannot be run; it is named by its place, and nothing has been generated.
         """
         listed = prompt_list(prompts)
-        params = params if isinstance(params, list) else [params] * len(listed)
-        params = [checked_params(p, "SamplingParams, or a list of them") for p in params]
-        if len(params) != len(listed):
+        given: list[SamplingParams | None] = [*params] if isinstance(params, list) else [params] * len(listed)
+        checked = [checked_params(p, "SamplingParams, or a list of them") for p in given]
+        if len(checked) != len(listed):
             raise ValueError(
-                f"{len(params)} sampling parameters for {len(listed)} prompts: pass one, or one per prompt"
+                f"{len(checked)} sampling parameters for {len(listed)} prompts: pass one, or one per prompt"
             )
         requests = [
-            self._request(prompt, p, index) for index, (prompt, p) in enumerate(zip(listed, params, strict=True))
+            self._request(prompt, p, index) for index, (prompt, p) in enumerate(zip(listed, checked, strict=True))
         ]
         total = sum(r.params.n * (r.prompt_length + r.params.max_tokens - 1) for r in requests)
         with tqdm(total=total, unit="tok", disable=None if progress else True) as bar:

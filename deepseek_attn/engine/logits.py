@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_attn.engine.sampling import ELEMENTS_PER_BLOCK, SamplingParams
+from deepseek_attn.engine.sampling import ELEMENTS_PER_BLOCK, ResolvedParams
 from deepseek_attn.text.tokenizer import Tokenizer
 
 NOTHING_LEFT = (
@@ -58,7 +58,7 @@ class LogitsRules:
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: ResolvedParams,
         bad_words: Iterable[tuple[int, ...]],
         stop_token_ids: Iterable[int],
         vocab_size: int,
@@ -152,6 +152,9 @@ class LogitsRow:
         return self.token_ids[self.prompt : self.end]
 
 
+Chosen = list[tuple[int, LogitsRules]]  # numbers of rows, and the rules of their requests
+
+
 def processed_logits(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> tuple[torch.Tensor, dict[int, str]]:
     """The logits to sample from; rows of requests that process nothing are unchanged.
 
@@ -162,7 +165,7 @@ def processed_logits(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> tuple[t
     Returns:
         The logits, ``logits`` itself if no request processes any; and by row what a logits processor failed with.
     """
-    chosen = [i for i, row in enumerate(rows) if row.rules is not None]
+    chosen = [(i, row.rules) for i, row in enumerate(rows) if row.rules is not None]
     if not chosen:
         return logits, {}
     logits, failures = logits.clone(), dict[int, str]()
@@ -175,30 +178,29 @@ def processed_logits(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> tuple[t
     return logits, failures
 
 
-def _exclude(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: list[int]) -> None:
+def _exclude(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: Chosen) -> None:
     """Adds biases, and sets tokens to -inf."""
     device = logits.device
-    addends = [(i, addend) for i in chosen if (addend := rows[i].rules.addend(device)) is not None]
+    addends = [(i, addend) for i, rules in chosen if (addend := rules.addend(device)) is not None]
     if addends:
         logits[_ids([i for i, _ in addends], device)] += torch.stack([addend for _, addend in addends])
     pairs = [
         (i, token)
-        for i in chosen
-        if rows[i].rules.sequences or rows[i].rules.params.min_tokens
-        for token in rows[i].rules.excluded(rows[i].output)
+        for i, rules in chosen
+        if rules.sequences or rules.params.min_tokens
+        for token in rules.excluded(rows[i].output)
     ]
     if pairs:
         logits[tuple(_ids(column, device) for column in zip(*pairs, strict=True))] = -torch.inf
 
 
-def _run_processors(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: list[int]) -> dict[int, str]:
+def _run_processors(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: Chosen) -> dict[int, str]:
     """Has the functions of each request replace its rows; what those failed with, by row."""
     failures = {}
-    for i in chosen:
-        row, processors = rows[i], rows[i].rules.processors
+    for i, rules in chosen:
         try:
-            for processor in processors:
-                found = processor(row, logits[i].clone())
+            for processor in rules.processors:
+                found = processor(rows[i], logits[i].clone())
                 if not isinstance(found, torch.Tensor) or found.shape != logits[i].shape or found.is_complex():
                     given = f"shape {list(found.shape)}" if isinstance(found, torch.Tensor) else f"{found!r:.80}"
                     raise ValueError(f"it returned {given}, and the row has the shape {list(logits[i].shape)}")
@@ -208,19 +210,21 @@ def _run_processors(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: lis
     return failures
 
 
-def _penalise(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: list[int]) -> None:
+def _penalise(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: Chosen) -> None:
     """Repetition, frequency and presence penalty."""
-    chosen = [i for i in chosen if rows[i].rules.penalised]
+    chosen = [(i, rules) for i, rules in chosen if rules.penalised]
     if not chosen:
         return
-    device, params = logits.device, [rows[i].rules.params for i in chosen]
-    found = [rows[i].rules.counts(rows[i], device) for i in chosen]
+    device, params = logits.device, [rules.params for _, rules in chosen]
+    found = [rules.counts(rows[i], device) for i, rules in chosen]
     counts = torch.stack([count.output for count in found])
-    drafts = [(n, token) for n, i in enumerate(chosen) for token in rows[i].token_ids[rows[i].confirmed : rows[i].end]]
+    drafts = [
+        (n, token) for n, (i, _) in enumerate(chosen) for token in rows[i].token_ids[rows[i].confirmed : rows[i].end]
+    ]
     if drafts:
         where = tuple(_ids(column, device) for column in zip(*drafts, strict=True))
         counts.index_put_(where, torch.ones(1, dtype=torch.float32, device=device), accumulate=True)
-    index = _ids(chosen, device)
+    index = _ids([i for i, _ in chosen], device)
     values = logits[index]
     repetition, frequency, presence = (
         torch.tensor([getattr(p, name) for p in params], dtype=torch.float32, device=device)[:, None]

@@ -55,7 +55,7 @@ def sampled_logprobs(
         return {}
     counts = Counter(owners[row][0] for row in rows)
     tops = [request.logprobs.top or 0 for request in counts]
-    chosen = to_device([0 if isinstance(tokens[row], str) else tokens[row] for row in rows], logits.device)
+    chosen = to_device([0 if isinstance(token := tokens[row], str) else token for row in rows], logits.device)
     packed = packed_logprobs(logits[to_device(rows, logits.device)], chosen, max(tops))
     found = PendingLogprobs(packed, chosen, list(counts.values()), tops).wait()
     return {request: part for request, part in zip(counts, found, strict=True) if part is not None}

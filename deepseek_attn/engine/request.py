@@ -9,7 +9,13 @@ from typing import Any
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.logits import LogitsRow, LogitsRules, bad_word_ids
 from deepseek_attn.engine.request_logprobs import RequestLogprobs
-from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, checked_params, make_generator
+from deepseek_attn.engine.sampling import (
+    CounterGenerator,
+    ResolvedParams,
+    SamplingParams,
+    checked_params,
+    make_generator,
+)
 from deepseek_attn.engine.stopping import StopChecker, with_stop_tokens
 from deepseek_attn.runner import ModelRunner, Sequence
 from deepseek_attn.runner.logprobs import TokenLogprobs
@@ -124,7 +130,7 @@ class Request:
 
     _sequence: Sequence | None
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: ResolvedParams
     generator: CounterGenerator
     _stop: StopChecker | None
     _new_stop: Callable[[], StopChecker] | None = None
@@ -191,7 +197,7 @@ class Request:
             )
             for completion in range(params.n)
         ]
-        first.others = others
+        first.others = list(others)
         for other in others:
             other.first = first
         return first
@@ -203,7 +209,7 @@ class Request:
             prompt = token_list(prompt)
         except ValueError:
             prompt = []
-        params = SamplingParams()
+        params = SamplingParams().resolved()
         return cls(None, prompt, params, make_generator(params), None, finish_reason="error", error=error)
 
     @property
@@ -242,6 +248,12 @@ class Request:
         if self._stop is None:
             raise RuntimeError("a request that was refused generates nothing")
         return self._stop
+
+    def prefix_keys(self, length: int) -> list[bytes]:
+        """Keys of the prefixes of its first ``length`` tokens. RuntimeError without a prefix cache."""
+        if self.keys is None:
+            raise RuntimeError("the request was submitted to an engine without a prefix cache")
+        return self.keys.upto(self.sequence.token_ids, length)
 
     @property
     def prompt_length(self) -> int:
@@ -316,6 +328,8 @@ class Request:
         """After an interruption: brings caches and text in line with the generated tokens, and drops drafts."""
         from_outside = self.finish_reason in ENDED_FROM_OUTSIDE
         if len(self.text) != self.num_generated + from_outside:
+            if self._new_stop is None:
+                raise RuntimeError("a request that was refused generates nothing")
             stop = self._new_stop()
             text = [self._push_stop(stop, token) for token in self.generated()]
             text += [stop.abort()] if from_outside else []

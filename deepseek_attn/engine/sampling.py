@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 
@@ -117,7 +117,7 @@ class SamplingParams:
         temperature_ok = _is_real(self.temperature) and 0 <= self.temperature < math.inf
         penalty = self.repetition_penalty
         strings, bias, words = self.stop, self.logit_bias, self.bad_words
-        min_ok, max_ok = _is_int(self.min_tokens) and self.min_tokens >= 0, _is_int(self.max_tokens)
+        min_ok = _is_int(self.min_tokens) and self.min_tokens >= 0
         n_ok = _is_int(self.n) and self.n >= 1
         penalty_rule = f"must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}] (0: no penalty)"
         return [
@@ -149,11 +149,11 @@ class SamplingParams:
                 and all(word.strip() if isinstance(word, str) else word and _are_ids(word) for word in words),
                 "must be words: text that is not blank, or lists of token ids",
             ),
-            ("max_tokens", max_ok and self.max_tokens >= 1, "must be an integer >= 1"),
+            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "must be an integer >= 1"),
             ("min_tokens", min_ok, "must be an integer >= 0"),
             (
                 "min_tokens",
-                not (min_ok and max_ok) or self.min_tokens <= self.max_tokens,
+                not (min_ok and _is_int(self.max_tokens)) or self.min_tokens <= self.max_tokens,
                 f"must be at most max_tokens={self.max_tokens}",
             ),
             ("n", n_ok, "must be an integer >= 1"),
@@ -186,15 +186,26 @@ class SamplingParams:
             ("prompt_logprobs", self.prompt_logprobs is None or is_top(self.prompt_logprobs), TOP_RULE),
         ]
 
-    def resolved(self, defaults: Mapping[str, Any] = DEFAULTS) -> SamplingParams:
+    def resolved(self, defaults: Mapping[str, Any] = DEFAULTS) -> ResolvedParams:
         """The same with a value for each that is None: of ``defaults``, or the library's where those have none."""
         unset = {name: defaults.get(name, value) for name, value in DEFAULTS.items() if getattr(self, name) is None}
-        return replace(self, **unset) if unset else self
+        return cast("ResolvedParams", replace(self, **unset) if unset else self)  # none of its values is None now
 
     @property
     def greedy(self) -> bool:
         """Whether no random number is used."""
         return self.temperature == 0
+
+
+class ResolvedParams(SamplingParams):
+    """For type checkers: `SamplingParams` as `SamplingParams.resolved` returns them, without None."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    max_tokens: int
+    min_p: float
+    repetition_penalty: float
 
 
 def checked_params(params: SamplingParams | None, supported: str = "SamplingParams") -> SamplingParams:
@@ -277,20 +288,20 @@ def sample_valid(
 ) -> torch.Tensor:
     """`sample` that waits for no device: `INVALID_TOKEN` for a row that holds NaN or +inf, or nothing but -inf."""
     _check(logits, params, generators)
-    params = [p.resolved() for p in params]
-    if not params:
+    resolved = [p.resolved() for p in params]
+    if not resolved:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     peak = logits.amax(dim=-1)  # NaN if any is NaN
     valid = peak.isfinite()
     tokens = logits.argmax(dim=-1)  # the first of equal maxima
-    plain = [i for i, p in enumerate(params) if not p.greedy and not p.top_k and p.top_p == 1]
-    filtered = [i for i, p in enumerate(params) if not p.greedy and (p.top_k or p.top_p < 1)]
+    plain = [i for i, p in enumerate(resolved) if not p.greedy and not p.top_k and p.top_p == 1]
+    filtered = [i for i, p in enumerate(resolved) if not p.greedy and (p.top_k or p.top_p < 1)]
     block = max(1, ELEMENTS_PER_BLOCK // logits.shape[1])
     for rows, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
         for start in range(0, len(rows), block):
             chosen = rows[start : start + block]
-            row_params = [params[i] for i in chosen]
-            uniform = _column([generators[i].uniform() for i in chosen], logits)
+            row_params, random = [resolved[i] for i in chosen], (generators[i] for i in chosen)
+            uniform = _column([generator.uniform() for generator in random if generator is not None], logits)
             index = torch.tensor(chosen, device=logits.device, dtype=torch.int64)
             usable = valid[index, None]
             row_logits, row_peak = logits[index].where(usable, 0.0), peak[index, None].where(usable, 0.0)
@@ -391,9 +402,9 @@ def _is_within(value, limit: float) -> bool:
     return _is_real(value) and -limit <= value <= limit
 
 
-def _is_int(value) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_real(value) -> bool:
+def _is_real(value: object) -> TypeGuard[float]:
     return _is_int(value) or isinstance(value, float)

@@ -118,7 +118,7 @@ class Scheduler:
 
     def _start(self, request: Request, match: Match, stats: StepStats) -> None:
         """Gives a request that has nothing in the caches the prefix that was found for it; counts what it has."""
-        if match.snapshot is not None:
+        if match.snapshot is not None and self.prefixes is not None:
             try:
                 request.sequence.cache = self.prefixes.start(match)
             except OutOfPages:  # sequences outside of the engine hold every state page
@@ -135,8 +135,9 @@ class Scheduler:
             return Match()
         if request.sequence.num_computed:  # of a prompt that it shares
             return Match()
-        tokens = request.sequence.token_ids
-        return self.prefixes.match(request.keys.upto(tokens, len(tokens) - 1))  # one token at least is computed
+        return self.prefixes.match(
+            request.prefix_keys(len(request.sequence.token_ids) - 1)
+        )  # one token at least is computed
 
     def _fits(self, request: Request, match: Match) -> bool:
         """Whether there are pages for the tokens so far of all running requests and of this one."""
@@ -190,7 +191,7 @@ class Scheduler:
         if self.prefixes is None or request.sequence.num_computed:
             return False
         self._start(request, self._match(request), stats)
-        first = request.keys.upto(request.sequence.token_ids, self.layout.snapshot_block)
+        first = request.prefix_keys(self.layout.snapshot_block)
         if request.sequence.num_computed or not first:
             return False
         known = first[0] in beginnings

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 
 import torch
 
@@ -63,10 +62,14 @@ class _Verification:
         Args:
             chosen: the token after each row, or why there is none: rows after such a one do not count.
         """
-        tokens = list(takewhile(lambda token: not isinstance(token, str), chosen))
-        if not tokens:
-            accepted.failures[self.request] = chosen[0]
-            return False
+        tokens = list[int]()
+        for token in chosen:
+            if isinstance(token, str):
+                if not tokens:
+                    accepted.failures[self.request] = token
+                    return False
+                break
+            tokens.append(token)
         drafts = self.drafts
         right = next((i for i, draft in enumerate(drafts) if tokens[i : i + 1] != [draft]), len(drafts))
         if drafts:
@@ -116,9 +119,10 @@ class MTPSpeculation(NextToken):
 
     def _drafts_within_step(self, work: Work, runner: ModelRunner) -> bool:
         """Whether a greedy step verifies drafts and nothing else, where the runner can draft the next ones in it."""
-        if not runner.drafter.drafts_in_graphs or has_prompts(work):
+        drafter, graphs = runner.drafter, runner.graphs
+        if drafter is None or graphs is None or not drafter.drafts_in_graphs or has_prompts(work):
             return False
-        return runner.graphs.supports([n for _, n in work], self.decode_tokens)
+        return graphs.supports([n for _, n in work], self.decode_tokens)
 
     def propose(self, running: list[Request]) -> None:
         if self._arriving is not None:
@@ -179,6 +183,8 @@ class MTPSpeculation(NextToken):
     def _num_drafts_that_fit(self, verified: list[_Verification]) -> int:
         """Drafts that have pages and positions: most write rows past the last computed token."""
         sequences, drafter = [v.request.sequence for v in verified], self.runner.drafter
+        if drafter is None:
+            return 0
         extra, fewest = drafter.rows_past_end(self.num_drafts), 0 if drafter.rows_past_end(1) else 1
         if max(sequence.num_computed for sequence in sequences) + extra > self.runner.layout.max_model_len:
             return fewest

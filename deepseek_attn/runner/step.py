@@ -86,6 +86,13 @@ class StepOutput:
     logprobs: Callable[[], list[TokenLogprobs | None]] | None = None
     scored: list[TokenLogprobs | None] | None = None
 
+    @property
+    def rows(self) -> list[torch.Tensor]:
+        """The ``logits``. RuntimeError for a step that chose the tokens itself."""
+        if self.logits is None:
+            raise RuntimeError("a step with greedy=True has no logits")
+        return self.logits
+
 
 class HasLogits(Protocol):
     """A model with an output head."""
