@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -169,7 +170,7 @@ def _layers_to_time(runner: ModelRunner, numbers: Sequence[int]) -> tuple[list[A
     kinds = {layer.spec.kind for layer in timed}
     if len(kinds) != 1:
         raise ValueError(f"layers {numbers} are of the kinds {', '.join(sorted(kinds))}: one kind is timed at a time")
-    selections = {getattr(layer.spec, "index_source", None) for layer in timed}
+    selections: set[Any] = {getattr(layer.spec, "index_source", None) for layer in timed}  # none of V4's layers
     if len(selections) > 1 and not timed[0].spec.has_indexer:
         raise ValueError(
             f"layers {numbers} read the selections of layers {sorted(selections)}: one selection at a time"

@@ -138,15 +138,18 @@ def step_metadata(runner: ModelRunner, caches: list[SequenceCache], shape: StepS
 def decode_step(runner: ModelRunner, caches: list[SequenceCache], context: int, graph: bool) -> Callable[[], object]:
     """A decode step as the runner computes it, metadata included, with Engram rows read anew in each run."""
     batch, tables = len(caches), runner.tables
-    steps = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[batch], capture=graph, engram=tables)
+    steps = DecodeGraphs(
+        runner.whole_model(), runner.layout, runner.device, batches=[batch], capture=graph, engram=tables
+    )
     step = steps.step(steps.size_for([1] * batch, context))
     tokens = [[(7 * i) % runner.config.vocab_size] for i in range(batch)]
     step.set_inputs(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
-    if tables is None:
+    buffers = step.engram
+    if tables is None or buffers is None:
         return step.run
 
     def run() -> object:
-        step.engram.fill(tables.look_up(_chunks(runner, StepShape(batch, 1, context))))
+        buffers.fill(tables.look_up(_chunks(runner, StepShape(batch, 1, context))))
         return step.run()
 
     return run
@@ -159,7 +162,8 @@ def _chunks(runner: ModelRunner, shape: StepShape) -> list[Chunk]:
 
 def _forward(runner: ModelRunner, metadata: StepMetadata, last_rows: torch.Tensor) -> torch.Tensor:
     token_ids = 7 * metadata.positions % runner.config.vocab_size
-    return runner.model.logits(runner.model(token_ids, metadata.positions, metadata)[last_rows])
+    model = runner.whole_model()
+    return model.logits(model(token_ids, metadata.positions, metadata)[last_rows])
 
 
 def _step_with_lookup(
@@ -167,7 +171,8 @@ def _step_with_lookup(
 ) -> torch.Tensor:
     """An eager step, with its metadata, during which rows of Engram tables are read."""
     metadata = runner.builder.build(step_input(runner.manager, caches, [shape.tokens] * shape.batch, 1))
-    metadata.engram = runner.tables.look_up(_chunks(runner, shape))
+    if runner.tables is not None:
+        metadata.engram = runner.tables.look_up(_chunks(runner, shape))
     return _forward(runner, metadata, last_rows)
 
 

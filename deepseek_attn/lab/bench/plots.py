@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepseek_attn.utils.files import appearing
 
@@ -25,7 +25,7 @@ SERIES = tuple(f"#0a0b{index:02x}" for index in range(24))  # more series begin 
 VARIABLES = {FOREGROUND: "var(--fg)", MUTED: "var(--muted)"} | {
     color: f"var(--c{index})" for index, color in enumerate(SERIES)
 }
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "deepseek-attn",
     "font.family": "sans-serif",

@@ -60,15 +60,15 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
     Notes:
         Experts are chosen by the router of each block, from hidden states of that block alone.
     """
-    model, config, device = runner.model, runner.config, runner.device
+    model, config, device = runner.whole_model(), runner.config, runner.device
     generator = torch.Generator(device).manual_seed(0)
     rows = len(step.positions)
     token_ids = torch.randint(config.vocab_size, (rows,), generator=generator, device=device)
     calls: Calls = {stage: [] for stage in STAGES}
     for layer in model.layers.values():
         x = torch.randn(rows, config.hidden_size, generator=generator, device=device).to(runner.dtype)
-        streams = x.unsqueeze(1).repeat(1, config.hc_mult, 1) if isinstance(layer, block.Block) else x
-        if isinstance(layer, deepseek_v41.DeepseekV41Block):
+        streams = x.unsqueeze(1).repeat(1, layer.config.hc_mult, 1) if isinstance(layer, block.Block) else x
+        if isinstance(model, deepseek_v41.DeepseekV41) and isinstance(layer, deepseek_v41.DeepseekV41Block):
             output = layer.attn_input(model.first_streams(token_ids)._replace(streams=streams)).output(x)
             head = partial(_collapsed_logits, model, output, last_rows)
         else:
@@ -76,7 +76,7 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
             head = partial(model.logits, streams[last_rows])
         calls[ATTENTION].append(partial(layer.attn, x, step.positions, step))
         calls[NORMS] += [partial(layer.attn_input, output), partial(layer.ffn_input, output)]
-        if isinstance(layer, deepseek_v41.DeepseekV41Block) and layer.engram is not None:
+        if isinstance(layer, deepseek_v41.DeepseekV41Block) and isinstance(output, DelayedOutput) and layer.engram:
             calls[NORMS].append(partial(hc_post, *output.streams))  # not with the collapse: the memory comes between
             calls[ENGRAM].append(partial(layer.add_memory, streams, step))
         if isinstance(layer.ffn, MoE):

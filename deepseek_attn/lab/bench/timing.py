@@ -124,7 +124,7 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float, float]]:
             call()
         torch.cuda.synchronize()
     launches, times = Counter(), Counter()
-    for event in profiler.events():
+    for event in profiler.events() or ():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             launches[event.name] += 1
             times[event.name] += event.device_time
@@ -148,7 +148,8 @@ class GraphReplays:
             self.graphs.append(graph)
             replay(graph)
 
-        torch.cuda.CUDAGraph.replay = recorded
+        graphs: Any = torch.cuda.CUDAGraph
+        graphs.replay = recorded
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -136,10 +136,10 @@ def run_model(args: argparse.Namespace) -> None:
             runner, batch, context, args.repeats, graph=graph, count_kernels=args.kernels, tokens=tokens, rates=limits
         )
         rows.append(timing.row())
-        for stage in (*timing.stages, timing):
+        for name, stage in (*((each.stage, each) for each in timing.stages), ("step", timing)):
             is_step = stage is timing
             table.add(
-                "step" if is_step else stage.stage, batch, tokens, context, "yes" if graph else "no",
+                name, batch, tokens, context, "yes" if graph else "no",
                 stage.microseconds, stage.low, stage.high, stage.work.total_bytes / 1e9, stage.work.total_flops / 1e12,
                 stage.floor_us, stage.over_floor, stage.launches, timing.tokens_per_second if is_step else None,
             )  # fmt: skip

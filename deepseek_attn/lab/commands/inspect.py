@@ -121,7 +121,7 @@ def parse_positions(text: str | None) -> list[range] | None:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(-?[0-9]{1,18})(?:-([0-9]{1,18}))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
-        if first > last or (match[2] and first < 0):
+        if first > last or (match is not None and match[2] and first < 0):
             raise ValueError(
                 f"--queries {text!r:.80}: write positions and ranges with commas between them: 0,100-149,-1"
             )

@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepseek_attn.cli.options import read_text
 from deepseek_attn.cli.terminal import say, show
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     from deepseek_attn.checkpoint.write import check_new_directory
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.lab.training import MtpTraining, TextTask, make_task, save_checkpoint, train
-    from deepseek_attn.lab.training.loop import check_family
+    from deepseek_attn.lab.training.loop import checked_family
     from deepseek_attn.lab.training.state import TrainingState
 
     if args.resume and not args.out:
@@ -75,8 +75,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.out:
         check_new_directory(args.out)
-    config = ModelConfig.from_pretrained(args.config)
-    check_family(config)  # before a text is read
+    config = checked_family(ModelConfig.from_pretrained(args.config))  # before a text is read
     mtp = MtpTraining(**mtp_options(args, config)).filled(args.steps, args.lr, args.weight_decay)
     if args.task:
         task = make_task(args.task, config.vocab_size, gap=args.gap)
@@ -108,6 +107,7 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         tokenizer = getattr(task, "tokenizer", None)
         save_checkpoint(result.model, config, args.out, tokenizer, {FACTS_FILE: json.dumps(facts) + "\n"})
+    if state is not None:
         state.remove()
     show(json.dumps(facts))
 
@@ -121,11 +121,12 @@ def read_facts(directory: Path) -> str | None:
 def task_key(task: Task) -> str:
     """Names a task and all that its batches depend on."""
     facts = {name: value for name, value in vars(task).items() if isinstance(value, (int, str, range))}
-    digest = hashlib.sha256(task.ids.numpy().tobytes()).hexdigest() if hasattr(task, "ids") else ""
+    ids = getattr(task, "ids", None)
+    digest = "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest()
     return f"{task.name} {sorted(facts.items())} {digest}"
 
 
-def mtp_options(args: argparse.Namespace, config: AnyConfig) -> dict[str, float]:
+def mtp_options(args: argparse.Namespace, config: AnyConfig) -> dict[str, Any]:
     """The flags of the MTP layer's training that were given."""
     flags = {"steps": args.mtp_steps, "lr": args.mtp_lr, "depth": args.mtp_depth}
     given = {name: value for name, value in flags.items() if value is not None}

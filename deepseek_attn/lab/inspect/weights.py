@@ -11,9 +11,10 @@ from torch import Tensor
 
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.impls.attention_call import AttentionCall
+from deepseek_attn.impls.base import selected_entries
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
-from deepseek_attn.kernels.indexer import PagedIndexKeys, paged_index_scores
+from deepseek_attn.kernels.indexer import IndexQueries, PagedIndexKeys, paged_index_scores
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
 Layer = DeepseekV4MLAAttention | DeepseekV32MLAAttention
@@ -87,12 +88,12 @@ def query_blocks(layer: Layer, call: AttentionCall, more_keys: int = 0) -> Itera
     oldest = max(0, first - window + 1) if window else end
     dtype = call.q.dtype  # holds the values of every record that a runner writes exactly
     tokens, entries = call.q.new_empty(2, 0, layer.head_dim, dtype=torch.float32)
-    if window:
+    if window and isinstance(layer, DeepseekV4MLAAttention):
         tokens = _window_keys(layer, step, oldest, end, dtype).float()
-    if ratio:
+    if ratio and layer.kv_cache is not None:
         table = step.sparse[ratio].block_table[0]
         entries = layer.kv_cache.gather_request(table, end // ratio, dtype).float()
-    selected = layer.topk_indices_buffer[: end - first] if layer.index_topk is not None else None
+    selected = selected_entries(layer, 0, end - first) if layer.index_topk is not None else None
     sink = None if layer.attn_sink is None else layer.attn_sink.float()
     keys_of_one = window + len(entries) + more_keys
     # the window's keys grow with the block, by at most one key per query
@@ -168,7 +169,7 @@ def index_scores(layer: Layer, call: AttentionCall, rows: list[int]) -> Tensor:
     """
     step, indexer = _step(layer), layer.indexer
     assert indexer is not None
-    assert call.index_queries is not None
+    assert isinstance(call.index_queries, IndexQueries)
     visible, meta, pool = (
         step.entry_counts(indexer.ratio, indexer.topk).visible[rows],
         step.sparse[indexer.ratio],
@@ -190,7 +191,7 @@ def _step(layer: Layer) -> StepMetadata:
 def _window_keys(layer: DeepseekV4MLAAttention, step: StepMetadata, start: int, end: int, dtype: torch.dtype) -> Tensor:
     """Keys of the tokens from ``start`` to ``end``, whose pages the step still holds."""
     pool, position = layer.swa_cache, torch.arange(start, end, device=step.positions.device)
-    pages = step.swa.block_table[0].long()[position // pool.entries]
+    pages = step.window.block_table[0].long()[position // pool.entries]
     return pool.gather(pages * pool.entries + position % pool.entries, dtype)
 
 

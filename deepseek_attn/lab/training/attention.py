@@ -53,7 +53,9 @@ def attend(
     window, sink = attn.window_size, attn.attn_sink
     o, mass = windowed_attention(rows.q, rows.kv, entries, readable, sink, window, attn.scale, precision)
     y = project_output(attn, o, rows.freqs_cis, precision)
-    return TrainedAttention(y, None if scores is None else index_loss(scores, mass, readable))
+    if scores is None or mass is None or readable is None:
+        return TrainedAttention(y, None)
+    return TrainedAttention(y, index_loss(scores, mass, readable))
 
 
 def attend_drafts(
@@ -166,6 +168,8 @@ def index_scores(
     """The indexer's scores ``[B, S, E]``: ``sum_h weight[t, h] * relu(q[t, h] . key[e])``."""
     batch, length, _ = x.shape
     keys = compressed(indexer.compressor, x, precision)
+    if keys is None:
+        return torch.zeros(batch, length, 0, dtype=torch.float32, device=x.device)
     with precision:
         q = F.linear(qr, indexer.wq_b.weight).view(batch * length, indexer.heads, indexer.head_dim)
         q = apply_rope(q, freqs_cis).view(batch, length * indexer.heads, indexer.head_dim)
@@ -234,7 +238,7 @@ def windowed_attention(
         near = (queries @ keys.mT).view(batch, blocks, window, heads, 2 * window)
         near = near.masked_fill(~window_mask(blocks, window, q.device, replaced), float("-inf"))
         logits = [near.view(batch, -1, heads, 2 * window)[:, :length]]
-        if entries is not None:
+        if entries is not None and readable is not None:
             far = (q.flatten(1, 2) @ entries.to(q.dtype).mT).view(batch, length, heads, -1)
             logits.append(far.masked_fill(~readable.unsqueeze(2), float("-inf")))
         if own is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -49,10 +49,23 @@ class MtpTraining:
     depth: int = 3
     greedy_share: float = 0.5
 
-    def filled(self, steps: int, lr: float, weight_decay: float) -> MtpTraining:
+    def filled(self, steps: int, lr: float, weight_decay: float) -> FilledMtpTraining:
         """With the backbone's values where there is None."""
-        defaults = {"steps": steps, "lr": lr, "weight_decay": weight_decay}
-        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+        return FilledMtpTraining(
+            steps if self.steps is None else self.steps,
+            lr if self.lr is None else self.lr,
+            weight_decay if self.weight_decay is None else self.weight_decay,
+            self.depth,
+            self.greedy_share,
+        )
+
+
+class FilledMtpTraining(MtpTraining):
+    """`MtpTraining` without None, as `MtpTraining.filled` makes it."""
+
+    steps: int
+    lr: float
+    weight_decay: float
 
 
 @dataclass
@@ -132,12 +145,12 @@ def train(
     Raises:
         ValueError: sizes that do not fit each other, or a config with several MTP layers.
     """
-    mtp = (mtp or MtpTraining()).filled(steps, lr, weight_decay)
+    drafter = (mtp or MtpTraining()).filled(steps, lr, weight_decay)
     check(config, task, steps, batch, seq_len, dense_share)
     check_rates(lr, weight_decay, budget_s)
     if config.mtp_layers:
-        check_mtp(mtp, seq_len)
-        budget_s = budget_s * steps / (steps + mtp.steps) if budget_s else None
+        check_mtp(drafter, seq_len)
+        budget_s = budget_s * steps / (steps + drafter.steps) if budget_s else None
     device = pick_device(device)
     model = build_model(config, FreshSource(config, seed), device, max_positions=seq_len)
     dense = DenseModel(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -152,10 +165,10 @@ def train(
     drafts = None
     if config.mtp_layers:
         later = None if progress is None else lambda done, loss: progress(trained.done + done, loss)
-        budget_s = budget_s * mtp.steps / steps if budget_s else None
-        drafts = train_mtp(dense, config, task, mtp, batch, seq_len, seed=seed, budget_s=budget_s, progress=later,
+        budget_s = budget_s * drafter.steps / steps if budget_s else None
+        drafts = train_mtp(dense, config, task, drafter, batch, seq_len, seed=seed, budget_s=budget_s, progress=later,
                            state=state)  # fmt: skip
-    metrics = evaluate(dense, config, task, test_batches, batch, seq_len, depth=mtp.depth)
+    metrics = evaluate(dense, config, task, test_batches, batch, seq_len, depth=drafter.depth)
     speed = trained.done * batch * seq_len / trained.seconds
     return TrainResult(config, model, trained.losses, metrics, trained.done, trained.seconds, speed, drafts)
 
@@ -164,7 +177,7 @@ def train_mtp(
     dense: DenseModel,
     config: ModelConfig,
     task: Task,
-    mtp: MtpTraining,
+    mtp: FilledMtpTraining,
     batch: int,
     seq_len: int,
     *,
@@ -239,15 +252,16 @@ def run_steps(
     return Steps(done, losses, seconds())
 
 
-def check_family(config: AnyConfig) -> None:
-    """ValueError for a config of another family than V4."""
+def checked_family(config: AnyConfig) -> ModelConfig:
+    """The config; ValueError for one of another family than V4."""
     if not isinstance(config, ModelConfig):
         raise ValueError(f"cannot train a {config.model_type}: only DeepSeek-V4 has a differentiable path here")
+    return config
 
 
 def check(config: ModelConfig, task: Task, steps: int, batch: int, seq_len: int, dense_share: float) -> None:
     """ValueError, with all problems, for sizes that `train` cannot use."""
-    check_family(config)
+    checked_family(config)
     problems = []
     for name, value in (("steps", steps), ("batch", batch), ("seq_len", seq_len)):
         if value < 1:
@@ -278,7 +292,7 @@ def check_rates(lr: float, weight_decay: float, budget_s: float | None, prefix: 
         raise ValueError("cannot train: " + "; ".join(problems))
 
 
-def check_mtp(mtp: MtpTraining, seq_len: int) -> None:
+def check_mtp(mtp: FilledMtpTraining, seq_len: int) -> None:
     """ValueError, with all problems, for values that the MTP layer cannot be trained with."""
     problems = []
     if mtp.steps < 1:

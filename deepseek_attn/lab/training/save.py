@@ -12,7 +12,7 @@ from deepseek_attn.checkpoint.names import EXPERT
 from deepseek_attn.checkpoint.published import PublishedSource
 from deepseek_attn.checkpoint.recipes import Recipe
 from deepseek_attn.checkpoint.write import write_checkpoint
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.lab.training.weights import rounded
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 
@@ -22,7 +22,7 @@ MTP = "mtp."  # begins the names of an MTP layer's tensors
 class TrainedSource(PublishedSource):
     """The weights of a model in training as the checkpoint that stores them."""
 
-    def __init__(self, model: DeepseekV4, config: ModelConfig):
+    def __init__(self, model: DeepseekV4, config: AnyConfig):
         super().__init__(config)
         self.model = model
 

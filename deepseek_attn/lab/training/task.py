@@ -28,10 +28,12 @@ class Task(ABC):
     Attributes:
         name: for reports.
         vocab_size: ids of its tokens are below this.
+        values: ids that can be the answer; empty for a text.
     """
 
     name: str
     vocab_size: int
+    values: range = range(0)
 
     @abstractmethod
     def batch(self, size: int, seq_len: int, generator: torch.Generator, split: str = "train") -> Batch:

@@ -48,7 +48,11 @@ class Query(NamedTuple):
 
 def cases(device: torch.device) -> list[OpCase]:
     """The rows, for a device that the Triton kernels support."""
-    rows = [_decode(f"{name} B={B}", *row, B, 1, device) for name, row in DECODES.items() for B in BATCHES]
+    rows = [
+        _decode(f"{name} B={B}", record, heads, widths, B, 1, device)
+        for name, (record, heads, widths) in DECODES.items()
+        for B in BATCHES
+    ]
     for heads, B, n in product(V32_HEADS, V32_BATCHES, V32_TOKENS):
         rows.append(_decode(f"V3.2 H={heads} B={B} tokens={n}", V32, heads, (V32_TOPK,), B, n, device))
     return rows + [_prefill(*shape, device) for shape in PREFILLS]

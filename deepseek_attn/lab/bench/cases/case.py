@@ -8,6 +8,17 @@ from typing import Any
 
 import torch
 
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.v4 import DeepseekV4Base
+
+
+def v4_preset(name: str) -> DeepseekV4Base:
+    """The preset of this name, of V4 or V4.1."""
+    config = ModelConfig.from_preset(name)
+    if not isinstance(config, DeepseekV4Base):
+        raise ValueError(f"preset {name} is not of V4 or V4.1")
+    return config
+
 
 @dataclass(frozen=True)
 class OpCase:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.kernels.hyper_connection import (
     HyperConnection,
     SublayerOutput,
@@ -14,7 +14,7 @@ from deepseek_attn.kernels.hyper_connection import (
     hc_pre,
     reference,
 )
-from deepseek_attn.lab.bench.cases.case import OpCase
+from deepseek_attn.lab.bench.cases.case import OpCase, v4_preset
 
 TOKENS = (1, 8, 32, 128, 4096)
 
@@ -23,14 +23,14 @@ def cases(device: torch.device) -> list[OpCase]:
     """The rows, for a device that the Triton kernels support."""
     rows = []
     for preset in ("v4_flash", "v4_pro"):
-        config = ModelConfig.from_pretrained(preset)
+        config = v4_preset(preset)
         for T in TOKENS:
             rows += [case(f"{preset} T={T}", T, config) for case in (_pre, _post, _post_pre)]
-    config = ModelConfig.from_pretrained("v41_flash")
+    config = v4_preset("v41_flash")
     return rows + [_delayed(f"v41_flash T={T}", T, config) for T in TOKENS]
 
 
-def _pre(label: str, T: int, config: ModelConfig) -> OpCase:
+def _pre(label: str, T: int, config: DeepseekV4Base) -> OpCase:
     m, D = config.hc_mult, config.hidden_size
     rows, numbers = (2 + m) * m, (config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
 
@@ -42,7 +42,7 @@ def _pre(label: str, T: int, config: ModelConfig) -> OpCase:
     return OpCase("hc_pre", label, make, {"triton": hc_pre, "torch": reference.hc_pre}, bytes=size)
 
 
-def _post(label: str, T: int, config: ModelConfig) -> OpCase:
+def _post(label: str, T: int, config: DeepseekV4Base) -> OpCase:
     m, D = config.hc_mult, config.hidden_size
 
     def make(device: torch.device, seed: int) -> tuple:
@@ -53,7 +53,7 @@ def _post(label: str, T: int, config: ModelConfig) -> OpCase:
     return OpCase("hc_post", label, make, {"triton": hc_post, "torch": reference.hc_post}, bytes=size)
 
 
-def _post_pre(label: str, T: int, config: ModelConfig) -> OpCase:
+def _post_pre(label: str, T: int, config: DeepseekV4Base) -> OpCase:
     post, pre = _post(label, T, config), _pre(label, T, config)
 
     def make(device: torch.device, seed: int) -> tuple:
@@ -69,7 +69,7 @@ def _post_pre(label: str, T: int, config: ModelConfig) -> OpCase:
     return OpCase("hc_post_pre", label, make, run_by, bytes=post.bytes + pre.bytes - streams)
 
 
-def _delayed(label: str, T: int, config: ModelConfig) -> OpCase:
+def _delayed(label: str, T: int, config: DeepseekV4Base) -> OpCase:
     post_pre = _post_pre(label, T, config)
 
     def make(device: torch.device, seed: int) -> tuple:

@@ -110,7 +110,7 @@ def _select(T: int, B: int, entries: int) -> OpCase:
     size = B * entries * make_index_record("fp8", DIM).entry_bytes + 4 * T * 512
     label = f"fp8 {B}x{T // B} queries, {entries} entries"
     return OpCase("index_select", label, lambda device, seed: _score_inputs(T, B, entries, "fp8", device, seed),
-                  {"triton": lambda *args: index_select(*args, 512)}, size, 2 * T * entries * HEADS * DIM,
+                  {"triton": lambda *args: index_select(*args, k=512)}, size, 2 * T * entries * HEADS * DIM,
                   "fp8")  # fmt: skip
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.kernels.linear import InputFormat, Segment, grouped_linear, multi_linear, quantize_input
-from deepseek_attn.lab.bench.cases.case import OpCase
+from deepseek_attn.lab.bench.cases.case import OpCase, v4_preset
 
 FP8_INPUT = InputFormat(fp8=True)
 TOKENS = (1, 8, 32, 128, 4096)
@@ -17,7 +17,7 @@ def cases(device: torch.device) -> list[OpCase]:
     """The rows, for a device that the Triton kernels support."""
     rows = []
     for preset in ("v4_flash", "v4_pro"):
-        config, name = ModelConfig.from_pretrained(preset), preset.removeprefix("v4_")
+        config, name = v4_preset(preset), preset.removeprefix("v4_")
         for M in TOKENS:
             rows += [_product(f"{name} {label} M={M}", M, *sizes) for label, sizes in _products(config).items()]
             rows.append(_grouped(f"{name} wo_a M={M}", M, config))
@@ -25,7 +25,7 @@ def cases(device: torch.device) -> list[OpCase]:
     return rows
 
 
-def _products(config: ModelConfig) -> dict[str, tuple[int, list[int], list[int]]]:
+def _products(config: DeepseekV4Base) -> dict[str, tuple[int, list[int], list[int]]]:
     """By name: input features, outputs of FP8 weights, outputs of BF16 weights with float32 results."""
     hidden, q_lora, head = config.hidden_size, config.q_lora_rank, config.head_dim
     index_heads, index_dim, inner = config.index_n_heads, config.index_head_dim, config.moe_intermediate_size
@@ -61,7 +61,7 @@ def _product(label: str, M: int, K: int, fp8: list[int], plain: list[int]) -> Op
     return OpCase("linear", label, make, run, read + write, 2 * M * K * (sum(fp8) + sum(plain)), "fp8")
 
 
-def _grouped(label: str, M: int, config: ModelConfig) -> OpCase:
+def _grouped(label: str, M: int, config: DeepseekV4Base) -> OpCase:
     H, d, groups, rank = config.num_attention_heads, config.head_dim, config.o_groups, config.o_lora_rank
     K = H * d // groups
 

@@ -58,7 +58,10 @@ def experts_case(label: str, T: int, config: AnyConfig, weights: str) -> OpCase:
         scores = torch.rand(T, E, device=device, generator=g).topk(k)
         return x, scores.indices, scores.values, *stacks
 
-    run = {"triton": lambda *args: moe_experts(*args, limit, weights == "fp8", InputFormat(fp8=True))}
+    quantized = InputFormat(fp8=True)
+    run = {
+        "triton": lambda *args: moe_experts(*args, limit=limit, weigh_output=weights == "fp8", input_format=quantized)
+    }
     used = E * (1 - (1 - k / E) ** T)  # experts that some token chose, on average
     one = 3 * D * inner * (17 / 32 if weights == "fp4" else 1)
     size, flops = int(used * one) + 6 * T * D, 6 * T * k * D * inner

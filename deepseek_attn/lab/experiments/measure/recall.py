@@ -45,6 +45,18 @@ class LayerRecall:
         }
         return {name: float(value.double().mean()) if len(value) else None for name, value in joined.items()}
 
+    def row(self) -> RecallRow:
+        """The means, with the layer's number and kind."""
+        means, spec = self.means(), self.layer.spec
+        return {
+            "layer": spec.index,
+            "kind": spec.kind,
+            "token_mass": means["token_mass"],
+            "entry_mass": means["entry_mass"],
+            "index_recall": means["index_recall"],
+            "index_recall_of_chance": means["index_recall_of_chance"],
+        }
+
     def add(self, call: AttentionCall) -> None:
         """Adds the queries of a call of the layer, which computes one new sequence."""
         spec, keys = self.layer.spec, call.kv.float()
@@ -84,7 +96,7 @@ def measure_recall(runner: ModelRunner, prompts: list[list[int]]) -> list[Recall
             runner.step([(sequence, len(prompt))], options)
         finally:
             sequence.free()
-    return [{"layer": layer.spec.index, "kind": layer.spec.kind, **totals[layer.prefix].means()} for layer in layers]
+    return [totals[layer.prefix].row() for layer in layers]
 
 
 def _covered(reads: torch.Tensor, ratio: int, overlap: bool, tokens: int) -> torch.Tensor:

@@ -133,7 +133,7 @@ def draw_points(axes: Axes, marks: Sequence[Mark], size: float, filled: Iterable
 
 def belongs_to(artist: Artist, *numbers: int) -> None:
     """Writes variant numbers into the SVG id of an artist; the page hides the artist together with these variants."""
-    place = len(artist.axes.get_children())  # ids in a plot differ
+    place = 0 if artist.axes is None else len(artist.axes.get_children())  # ids in a plot differ
     artist.set_gid("".join(f"v{number}-" for number in numbers) + f"{place}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from deepseek_attn.lab.experiments.report.pareto import (
     answers_of,
@@ -47,10 +48,10 @@ def compare(report: Report, other: Report, name: str) -> Comparison:
         head = {"number": variant["number"], "variant": variant["name"]}
         for cost in costs(report):
             context = context_of(report, cost)
-            found = cost_at(variant, cost, context), cost_at(there, cost, context)
-            if None not in found:
+            here, other_cost = cost_at(variant, cost, context), cost_at(there, cost, context)
+            if here is not None and other_cost is not None:
                 label = f"{COST_NAMES[cost]} at {show_length(context)}"
-                rows.append(_difference(head, label, *found, equal=found[0] == found[1]))
+                rows.append(_difference(head, label, here, other_cost, equal=here == other_cost))
         for quality in qualities(report):
             one, two = quality_of(variant, quality), quality_of(there, quality)
             if one is not None and two is not None:
@@ -60,8 +61,12 @@ def compare(report: Report, other: Report, name: str) -> Comparison:
     return {"name": name, "rows": rows}
 
 
-def _difference(head: dict, quantity: str, here: float, there: float, *, equal: bool) -> Difference:
-    return {**head, "quantity": quantity, "here": here, "there": there, "difference": here - there, "equal": equal}
+def _difference(head: dict[str, Any], quantity: str, here: float, there: float, *, equal: bool) -> Difference:
+    number, variant = head["number"], head["variant"]
+    return {
+        "number": number, "variant": variant, "quantity": quantity, "here": here, "there": there,
+        "difference": here - there, "equal": equal,
+    }  # fmt: skip
 
 
 def show_comparison(comparison: Comparison) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,12 @@ def _runs(runs: dict[int, TrainedResult], experiment: Experiment, task: str) -> 
     """The runs of one task by seed, as means and spreads."""
     results = list(runs.values())
     train, vocab_size = experiment.train, experiment.base.vocab_size
+    if train is None:
+        raise ValueError(f"experiment {experiment.name} trains nothing, and has runs of task {task}")
     scored = sum(row["tokens"] for row in results[0]["by_position"])  # of one batch
     options = train.tasks[task].options
     return {
-        "answers": scored * train.eval_batches,
+        "answers": round(scored * train.eval_batches),
         "chance": None if task == "text" else 1 / len(make_task(task, vocab_size, **options).values),
         "seeds": list(runs),
         "parameters": results[0]["parameters"],
@@ -173,11 +176,12 @@ def _runs(runs: dict[int, TrainedResult], experiment: Experiment, task: str) -> 
 
 
 def _length_row(rows: tuple[LengthRow, ...]) -> LengthSpread:
-    row: dict[str, float] = {"seq_len": rows[0]["seq_len"]}
-    for name in ("loss", "accuracy"):
-        values = [found[name] for found in rows]
-        row |= {name: statistics.fmean(values), f"{name}_low": min(values), f"{name}_high": max(values)}
-    return row
+    losses, accuracies = [row["loss"] for row in rows], [row["accuracy"] for row in rows]
+    return {
+        "seq_len": rows[0]["seq_len"],
+        "loss": statistics.fmean(losses), "loss_low": min(losses), "loss_high": max(losses),
+        "accuracy": statistics.fmean(accuracies), "accuracy_low": min(accuracies), "accuracy_high": max(accuracies),
+    }  # fmt: skip
 
 
 def spread(values: list[float]) -> Spread:
@@ -192,7 +196,7 @@ def spread(values: list[float]) -> Spread:
     }
 
 
-def _curve(curves: list[list[list[float]]]) -> list[list[float]]:
+def _curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     """``[step, mean, low, high]`` at the steps that all curves have."""
     steps = sorted(set.intersection(*({step for step, _ in curve} for curve in curves)))
     tables = [{point[0]: point[1] for point in curve} for curve in curves]

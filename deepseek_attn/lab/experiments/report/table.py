@@ -80,7 +80,8 @@ def summary(report: Report) -> Summary:
 def note_of(report: Report, quality: str) -> str:
     """`` (chance 0.0625, 512 answers a seed)`` where there are answers."""
     chance = chance_of(report, quality)
-    answers = {answers_of(variant, quality) for variant in report["variants"]} - {None}
+    counts = (answers_of(variant, quality) for variant in report["variants"])
+    answers = {count for count in counts if count is not None}
     parts = [] if chance is None else [f"chance {show_number(chance)}"]
     parts += [f"{min(answers)} answers a seed"] if answers else []
     return f" ({', '.join(parts)})" if parts else ""

@@ -49,7 +49,7 @@ def write_report(experiment: Experiment, folder: Path, device: str, against: Pat
     check_folder(folder, experiment, make_units(experiment, device))
     other = None if against is None else read_report(against / NUMBERS)
     report = build_report(experiment, folder, device)
-    if other is not None:
+    if against is not None and other is not None:
         report["against"] = compare(report, other, against.name or str(against))
     for old in (*made_files(folder), *(folder / "variants").glob("*.json")):
         if has_mark(old, MADE_BY):
