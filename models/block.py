@@ -175,6 +175,15 @@ class Backbone(CheckpointModule, ABC):
         """Shape of the hidden states of one token."""
         return (self.config.hidden_size,)
 
+    @property
+    @abstractmethod
+    def layer_state_shape(self) -> tuple[int, ...]:
+        """Shape of `layer_states` of one token."""
+
+    @abstractmethod
+    def layer_states(self, output: Any) -> torch.Tensor:
+        """Residual states ``[T, ...]`` after a layer, from what its ``forward`` returned."""
+
     @abstractmethod
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Float32 ``[T, vocab_size]`` for the next token."""

@@ -111,6 +111,15 @@ class DeepseekV32(Backbone):
             y, residual = block(y, residual, token_ids, step)
         return add_norm(self.norm, y, residual)[0]
 
+    @property
+    def layer_state_shape(self) -> tuple[int, ...]:
+        return (self.config.hidden_size,)
+
+    def layer_states(self, output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """The residual, summed in float32 as the next block does; see `Backbone.layer_states`."""
+        y, residual = output
+        return (y.float() + residual.float()).to(y.dtype)
+
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Backbone.logits`."""
         return self.head(hidden_states)

@@ -56,6 +56,14 @@ class DeepseekV4(DraftsBlocks, Backbone):
     def state_shape(self) -> tuple[int, ...]:
         return (self.config.hc_mult + len(self.target_layers), self.config.hidden_size)
 
+    @property
+    def layer_state_shape(self) -> tuple[int, ...]:
+        return (self.config.hc_mult, self.config.hidden_size)
+
+    def layer_states(self, output: torch.Tensor | SublayerOutput) -> torch.Tensor:
+        """The residual streams; see `Backbone.layer_states`."""
+        return hc_post(*output) if isinstance(output, SublayerOutput) else output
+
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Backbone.logits`."""
         return self.head(collapse_streams(self, hidden_states[:, : self.config.hc_mult], self.config))

@@ -101,6 +101,14 @@ class DeepseekV41(DraftsBlocks, Backbone):
         targets = len(self.target_layers)
         return (1 + targets, self.config.hidden_size) if targets else (self.config.hidden_size,)
 
+    @property
+    def layer_state_shape(self) -> tuple[int, ...]:
+        return (self.config.hc_mult, self.config.hidden_size)
+
+    def layer_states(self, output: DelayedOutput) -> torch.Tensor:
+        """The residual streams; see `Backbone.layer_states`."""
+        return updated(output.streams)
+
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Backbone.logits`."""
         return self.head(hidden_states[:, 0] if self.target_layers else hidden_states)

@@ -79,6 +79,18 @@ class Gate(CheckpointModule):
         options = self.topk, self.score, self.factor, self.normalize, bias, self.groups, hashed, self.local_experts
         return moe_route(x, self.weight, *options)
 
+    def all_experts(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """The expert ids of `forward`, counted over the experts of all ranks: ``[T, k]``."""
+        bias, hashed = (None, HashRouting(self.tid2eid, token_ids)) if self.hash else (self.bias, None)
+        options = self.topk, self.score, self.factor, self.normalize, bias, self.groups, hashed
+        return moe_route(x, self.weight, *options)[0]
+
+    def weigh(self, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result of `forward` for given experts: int64 ``[T, k]``, counted over the experts of all ranks."""
+        given = HashRouting(experts.contiguous(), torch.arange(len(x), dtype=torch.int64, device=x.device))
+        options = self.topk, self.score, self.factor, self.normalize, None, self.groups, given, self.local_experts
+        return moe_route(x, self.weight, *options)
+
 
 class GroupLimitedGate(Gate):
     """A gate of DeepSeek-V3: experts come from the best ``topk_group`` of ``n_group`` groups; see `ExpertGroups`."""

@@ -274,6 +274,8 @@ class DeepseekV4MLAAttention(CheckpointModule):
         if self.indexer is not None:
             selected = selected_entries(self, 0, len(step.positions))
             self.decode_topk_slots = self.indexer.select(queries, step, selected)
+            if step.on_selection is not None:
+                self.decode_topk_slots = step.on_selection(self.spec.index, selected, self.decode_topk_slots)
 
     def raw_queries(self, q: Tensor, positions: Tensor) -> RawQueries:
         """Projected queries ``[T, num_heads * head_dim]`` as the ops take them, padded to ``padded_heads``."""

@@ -7,14 +7,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 
 from deepseek_attn.checkpoint.safetensors_source import INDEX_FILE
-from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
+from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.text.tokenizer_files import write_tokenizer
-from deepseek_attn.utils.files import appearing
+from deepseek_attn.utils.files import TensorBlocks, appearing, store_tensors
 
 SHARD_BYTES = 5 * 10**9
 
@@ -98,24 +97,12 @@ def plan_shards(
 
 
 def _write_shard(path: Path, source: CheckpointSource, entries: dict[str, TensorInfo]) -> None:
-    # Wide elements first, as the safetensors library does: then every tensor is aligned for its dtype.
-    names = sorted(entries, key=lambda name: -DTYPES[entries[name].dtype].bits)
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in names:
-        info = entries[name]
-        offsets = [offset, offset + info.nbytes]
-        header[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": offsets}
-        offset += info.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            data = source.view(name).contiguous().reshape(-1).view(torch.uint8)
-            if data.numel() != entries[name].nbytes:
-                raise ValueError(f"{name} has {data.numel()} bytes, its source announced {entries[name].nbytes}")
-            file.write(data.numpy().data)
+    tensors = {
+        name: TensorBlocks(info.dtype, info.shape, info.nbytes, map(source.view, [name]))
+        for name, info in entries.items()
+    }
+    with path.open("wb") as file:
+        store_tensors(file, tensors, {"format": "pt"})
 
 
 def check_new_directory(directory: str | Path) -> None:

@@ -140,7 +140,9 @@ def accept_greedy(chosen: dict[Request, list[int]]) -> Accepted:
 
 def all_greedy(work: Work, runner: ModelRunner) -> bool:
     """Whether the runner chooses the tokens: where decode steps do so, and all requests take the model's likeliest."""
-    return runner.graphs is not None and all(r.params.greedy and not r.processes_logits for r, _ in work)
+    if runner.graphs is None:
+        return False
+    return all(r.params.greedy and not r.processes_logits and r.takes_computed for r, _ in work)
 
 
 def leaves_snapshot(runner: ModelRunner, request: Request, n: int) -> bool:

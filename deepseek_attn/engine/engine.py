@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import get_ident
 from weakref import WeakSet
@@ -384,9 +384,10 @@ class Engine:
         return self._run_step(work, self.decoder.options_with_logits(work))
 
     def _run_step(self, work: Work, options: StepOptions) -> StepOutput:
-        batch = [(request.sequence, n) for request, n in work]
-        output = self.runner.step(batch, with_logprobs(options, work))
+        batch, options = [(request.sequence, n) for request, n in work], with_logprobs(options, work)
+        output = self.runner.step(batch, with_records(options, work))
         keep_scored(work, output)
+        keep_records(work, output)
         return output
 
     def _shrink(self, work: Work, error: Exception) -> None:
@@ -429,8 +430,9 @@ class Engine:
     def _take_tokens(self, work: Work, accepted: Accepted, stats: StepStats) -> None:
         """Gives requests their new tokens, which from then on no interruption takes back."""
         for request, n in work:
-            if request in accepted.failures:
-                self._fail(request, accepted.failures[request])
+            failure = accepted.failures.get(request, request.store_failure)
+            if failure is not None:
+                self._fail(request, failure)
                 continue
             self._remember(request)
             drafts, num_accepted = accepted.verified.get(request, (0, 0))
@@ -449,7 +451,7 @@ class Engine:
 
     def _remember(self, request: Request) -> None:
         """Offers the computed tokens of a request to the prefix cache, where its length allows that."""
-        if self.prefixes is None:
+        if self.prefixes is None or request.replay is not None:
             return
         layout, sequence = self.runner.layout, request.sequence
         blocks, beyond = divmod(sequence.num_computed, layout.snapshot_block)
@@ -471,6 +473,7 @@ class Engine:
 
     def _count_ended(self, request: Request) -> None:
         """Drops a request that has ended, as the next outputs report."""
+        request.finish_records()
         self._report(request)
         if request.finish_reason is not None:
             self.stats.finished[request.finish_reason] += 1
@@ -481,6 +484,22 @@ class Engine:
         """Has the next outputs report what becomes of a request from here on."""
         caller = request.caller or self._steppers
         return caller.unreported.setdefault(request, Unreported(request.num_generated))
+
+
+def with_records(options: StepOptions, work: Work) -> StepOptions:
+    """The options, with what is recorded of each request and what it is computed with."""
+    if all(request.takes_computed for request, _ in work):
+        return options
+    record = tuple(None if request.store is None else request.store.options for request, _ in work)
+    return replace(options, record=record, replay=tuple(request.replay for request, _ in work))
+
+
+def keep_records(work: Work, output: StepOutput) -> None:
+    """Stores the records of a step's tokens."""
+    if output.records is not None:
+        for (request, _), records in zip(work, output.records, strict=True):
+            if records is not None:
+                request.keep_records(records)
 
 
 def count_tokens(stats: StepStats, work: Work, decode_tokens: int) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import zip_longest
 from operator import length_hint
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, Unpack, overload
@@ -17,12 +18,14 @@ from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.data import SMALL_CHECKPOINT
 from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.records import RecordArguments, Recording
 from deepseek_attn.engine.request import Completion, Request, RequestFailed
 from deepseek_attn.engine.sampling import SamplingParams, checked_params
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
 from deepseek_attn.runner.prompts import TokenIds, each_prompt, prompt_list, token_list
+from deepseek_attn.runner.replay import Replayed
 from deepseek_attn.text.chat import ChatOptions, build_prompt
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from deepseek_attn.utils.clock import seconds_since
@@ -36,11 +39,13 @@ class IndexedPrompt(NamedTuple):
 
     Attributes:
         params: sampling parameters of this prompt; default: the parameters of the call.
+        replay: records whose experts and entries it is computed with.
     """
 
     index: int
     prompt: Any
     params: SamplingParams | None = None
+    replay: Replayed | None = None
 
 
 class IndexedCompletion(NamedTuple):
@@ -149,7 +154,9 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
+        replay: Replayed | list[Replayed | None] | None = None,
         progress: bool = False,
+        **record: Unpack[RecordArguments],
     ) -> list[Completion]:
         """Completes one prompt or many, batched as the caches allow. One that fails does so alone.
 
@@ -158,6 +165,9 @@ class LLM:
                 a list of these. Of a two-dimensional array each row is a prompt, whole: nothing is taken for padding.
             params: one for all prompts, or one each; default: the checkpoint's ``generation_config.json``. With ``n``
                 above 1 a prompt's completion is its first, whose ``outputs`` are all of them.
+            replay: records, or their files, whose experts and entries the prompts are computed with: a list with one
+                for each prompt, or None. Each has rows for its whole prompt at least (docs/records.md).
+            record: what to record; see `RecordArguments`. A recorded prompt starts from no kept prefix.
             progress: show a bar over prompt and generated tokens, on a terminal.
 
         Raises:
@@ -170,9 +180,14 @@ class LLM:
             raise ValueError(
                 f"{len(checked)} sampling parameters for {len(listed)} prompts: pass one, or one per prompt"
             )
-        requests = [
-            self._request(prompt, p, index) for index, (prompt, p) in enumerate(zip(listed, checked, strict=True))
-        ]
+        replays = replay if isinstance(replay, list) else [replay] * min(len(listed), 1)
+        if replay is not None and len(replays) != len(listed):
+            raise ValueError(
+                f"replay of {len(replays)} prompts, and there are {len(listed)}: pass a list, None for some"
+            )
+        recording = Recording.create(self.runner, **record)
+        jobs = zip_longest(listed, checked, replays)
+        requests = [self._request(prompt, p, index, recording, r) for index, (prompt, p, r) in enumerate(jobs)]
         total = sum(r.params.n * (r.prompt_length + r.params.max_tokens - 1) for r in requests)
         with tqdm(total=total, unit="tok", disable=None if progress else True) as bar:
             for outputs in self.engine.run(requests):
@@ -188,6 +203,7 @@ class LLM:
         encode: Callable[[Any], Prompt] | None = None,
         max_in_flight: int | None = None,
         progress: bool = False,
+        **record: Unpack[RecordArguments],
     ) -> Generator[IndexedCompletion]:
         """Completes any number of prompts and yields ``(index, completion)`` of each as soon as it is done: all ``n``.
 
@@ -203,6 +219,7 @@ class LLM:
             encode: makes the prompt of an item, for instance of a chat message; a ValueError is that prompt's error.
             max_in_flight: default: ``max_num_seqs``, as many as can run at the same time.
             progress: show a bar over prompts with tokens per second, on a terminal.
+            record: as in `generate`.
 
         Raises:
             ValueError: a single prompt, or wrong parameters; nothing has been generated.
@@ -212,7 +229,8 @@ class LLM:
             max_in_flight = self.runner.layout.max_num_seqs
         if not is_integer(max_in_flight) or max_in_flight < 1:
             raise ValueError(f"max_in_flight={max_in_flight!r}: an integer of at least 1")
-        return self._completions(prompts, checked_params(params), encode, max_in_flight, progress)
+        recording = Recording.create(self.runner, **record)
+        return self._completions(prompts, checked_params(params), encode, max_in_flight, progress, recording)
 
     def _completions(
         self,
@@ -221,6 +239,7 @@ class LLM:
         encode: Callable[[Any], Prompt] | None,
         max_in_flight: int,
         progress: bool,
+        recording: Recording,
     ) -> Generator[IndexedCompletion]:
         """`generate_iter`, its arguments checked."""
         in_flight: dict[Request, int] = {}
@@ -231,11 +250,12 @@ class LLM:
                 if item is None:
                     yield None
                     continue
-                index, prompt, own = item if isinstance(item, IndexedPrompt) else (place, item, None)
+                index, prompt, own, replay = item if isinstance(item, IndexedPrompt) else IndexedPrompt(place, item)
                 place += 1
                 try:
                     prompt = encode(prompt) if encode else prompt
-                    request = self._make_request(prompt, params if own is None else checked_params(own), index)
+                    own = params if own is None else checked_params(own)
+                    request = self._make_request(prompt, own, index, recording, replay)
                 except ValueError as error:
                     request = Request.refused([], str(error))
                 in_flight[request] = index
@@ -254,17 +274,27 @@ class LLM:
                     yield IndexedCompletion(in_flight.pop(request), request.completion())
         self.runner.wait_for_ranks()
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, progress: bool = False) -> TextStream:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        replay: Replayed | None = None,
+        progress: bool = False,
+        **record: Unpack[RecordArguments],
+    ) -> TextStream:
         """Completes one prompt and yields its text piece by piece, each as soon as it is certain.
 
         Args:
             progress: while a prompt of several steps is read, show a bar on the terminal; it is gone before the text.
+            replay, record: as in `generate`; `TextStream.completion` has the records once the stream has ended.
 
         Raises:
             ValueError: the prompt cannot be run, or ``n`` is above 1. RequestFailed, from the stream: the request
                 failed while it ran.
         """
-        request = self._request(prompt, checked_params(params), 0)
+        recording = Recording.create(self.runner, **record)
+        request = self._request(prompt, checked_params(params), 0, recording, replay)
         if request.others:
             raise ValueError(f"n={request.params.n}: a stream is one text; use generate, or one stream per seed")
         return TextStream(self.engine, request, self._pieces(request, progress))
@@ -327,13 +357,17 @@ class LLM:
         limit = self.runner.layout.max_model_len
         return build_prompt(self._need_tokenizer(), self.directory, messages, max_tokens=limit, **options)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, index: int) -> Request:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, index: int, recording: Recording, replay: Replayed | None
+    ) -> Request:
         try:
-            return self._make_request(prompt, params, index)
+            return self._make_request(prompt, params, index, recording, replay)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from error
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams, index: int) -> Request:
+    def _make_request(
+        self, prompt: Prompt, params: SamplingParams, index: int, recording: Recording, replay: Replayed | None
+    ) -> Request:
         if isinstance(prompt, str) and not prompt:
             raise ValueError("empty prompt: write some text, or pass token ids")
         if isinstance(prompt, str):
@@ -344,7 +378,7 @@ class LLM:
             self.tokenizer.check_images(ids)
         if params.seed is None:
             params = replace(params, seed=self.runner.parallel.fresh_seed())
-        return Request.create(self.runner, self.tokenizer, ids, params, index)
+        return recording.watch(Request.create(self.runner, self.tokenizer, ids, params, index), index, replay)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -20,6 +20,9 @@ from deepseek_attn.engine.stopping import StopChecker, with_stop_tokens
 from deepseek_attn.runner import ModelRunner, Sequence
 from deepseek_attn.runner.logprobs import TokenLogprobs
 from deepseek_attn.runner.prompts import TokenIds, token_list
+from deepseek_attn.runner.record_store import RecordStore
+from deepseek_attn.runner.replay import Replay
+from deepseek_attn.runner.token_records import TokenRecords
 from deepseek_attn.text.chat import control_tokens, reply_start
 from deepseek_attn.text.reply import ANSWER, ControlMark, ReplyStart, ToolCall, parse_reply
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
@@ -44,6 +47,7 @@ class Completion:
         logprobs: log-probabilities of ``token_ids``; None without `SamplingParams.logprobs`.
         prompt_logprobs: of ``prompt_token_ids[1:]``, fewer if the request ended before; None without
             `SamplingParams.prompt_logprobs`.
+        records: of all tokens that were computed, which the last generated one is not; None unless asked for.
     """
 
     prompt_token_ids: list[int]
@@ -58,6 +62,7 @@ class Completion:
     others: list[Completion] = field(default_factory=list)
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    records: TokenRecords | None = None
 
     @property
     def outputs(self) -> list[Completion]:
@@ -126,6 +131,9 @@ class Request:
         caller: the receiver of its outputs; None before it is submitted.
         others: the requests of the other completions of the same prompt; ``first`` of these: this request.
         logprobs: log-probabilities of its tokens, as far as its parameters ask for them.
+        store: collects its records, which ``records`` are in the end; None: nothing is recorded.
+        store_failure: why its records could not be stored.
+        replay: experts and entries that it is computed with.
     """
 
     _sequence: Sequence | None
@@ -147,6 +155,10 @@ class Request:
     caller: Caller | None = None
     others: list[Request] = field(default_factory=list)
     first: Request | None = None
+    store: RecordStore | None = None
+    store_failure: str | None = None
+    records: TokenRecords | None = None
+    replay: Replay | None = None
     logprobs: RequestLogprobs = field(init=False)
 
     def __post_init__(self):
@@ -221,14 +233,47 @@ class Request:
     def waits_for_prompt(self) -> bool:
         """Whether the first request of its prompt has yet to compute the prompt, which this one will share."""
         first = self.first
-        return first is not None and not (self.sequence.num_computed or first.num_generated or first.finished)
+        return (
+            first is not None
+            and self.takes_computed
+            and not (self.sequence.num_computed or first.num_generated or first.finished)
+        )
+
+    @property
+    def takes_computed(self) -> bool:
+        """Whether it may begin with tokens that others have computed: not where choices are recorded or replayed."""
+        return self.store is None and self.replay is None
+
+    def keep_records(self, records: TokenRecords) -> None:
+        """Stores the records of the tokens that a step has just computed."""
+        if self.store is not None:
+            try:
+                self.store.put(self.sequence.num_computed - len(records), records)
+            except ValueError as error:
+                self.store_failure = str(error)
+
+    def finish_records(self) -> None:
+        """Completes the records of a request that has ended; one whose file cannot be written ends with an error.
+
+        A request that was cancelled leaves no file.
+        """
+        if self.store is None or self.records is not None:
+            return
+        try:
+            if self.store_failure is None and (self.finish_reason != "abort" or self.store.path is None):
+                self.records = self.store.finish(self.confirmed_length - (self.num_generated > 0))
+        except ValueError as error:
+            self.store_failure = str(error)
+            self.finish_reason, self.error = "error", self.store_failure
+        finally:
+            self.store.close()
 
     def share_prompt(self) -> None:
         """Gives the other completions of the prompt its caches, but for the last token: they need its logits.
 
         They have its log-probabilities too.
         """
-        for other in self.others if self.prompt_length > 1 else ():
+        for other in self.others if self.prompt_length > 1 and self.takes_computed else ():
             if not (other.finished or other.num_generated or other.sequence.num_computed):
                 other.logprobs.prompt = self.logprobs.prompt.copy()
                 sequence = other.sequence
@@ -342,6 +387,8 @@ class Request:
             length = min(sequence.num_computed, self.confirmed_length - 1)
             if (missing := self.logprobs.missing) is not None:
                 length = min(length, missing.first)
+            if self.store is not None:
+                length = min(length, self.store.length)
             sequence.manager.truncate(sequence.cache, length)
         self.drop_drafts()
 
@@ -377,4 +424,5 @@ class Request:
             [other.completion() for other in self.others],
             logprobs=self.logprobs.of_generated(0, self.num_generated),
             prompt_logprobs=self.logprobs.of_prompt(),
+            records=self.records,
         )

@@ -131,7 +131,7 @@ class Scheduler:
         stats.cached_tokens += length
 
     def _match(self, request: Request) -> Match:
-        if self.prefixes is None or request.logprobs.missing is not None:
+        if self.prefixes is None or not request.takes_computed or request.logprobs.missing is not None:
             return Match()
         if request.sequence.num_computed:  # of a prompt that it shares
             return Match()
@@ -188,7 +188,7 @@ class Scheduler:
         Args:
             beginnings: first blocks of the prompts that start in this step with nothing; this one is added.
         """
-        if self.prefixes is None or request.sequence.num_computed:
+        if self.prefixes is None or not request.takes_computed or request.sequence.num_computed:
             return False
         self._start(request, self._match(request), stats)
         first = request.prefix_keys(self.layout.snapshot_block)

@@ -114,6 +114,12 @@ class LayerResults:
     candidate_blocks: Tensor | None = None
 
 
+OnSelection = Callable[[int, Tensor, Tensor | None], Tensor | None]
+"""Called by each layer whose indexer has selected, with its number, the entries int32 ``[T, index_topk]`` in the buffer
+that attention reads, which it may replace, and ``decode_topk_slots``. Returns the latter, or None if it replaced rows.
+"""
+
+
 @dataclass
 class StepMetadata:
     """Everything the layers of one step share.
@@ -134,6 +140,7 @@ class StepMetadata:
         engram: rows that Engram layers look up, by layer; empty for models without Engram.
         batch: the batch that layers check a call against; None in a runner's own steps, which need no check.
         observer: called by each layer after its attention; usually None.
+        on_selection: see `OnSelection`; usually None.
         results: filled by the layers; everything else is given.
     """
 
@@ -161,6 +168,7 @@ class StepMetadata:
     engram: Mapping[int, LayerRows] = field(default_factory=dict)
     batch: StepBatch | None = None
     observer: Callable[[AttentionCall], None] | None = None
+    on_selection: OnSelection | None = None
     results: LayerResults = field(default_factory=LayerResults)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar, Unpack
 
@@ -30,7 +31,9 @@ from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeRun, DraftTokens
 from deepseek_attn.runner.logprobs import TokenLogprobs, check_top, greedy_logprobs, known_logprobs
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
-from deepseek_attn.runner.prompts import TokenIds, each_prompt
+from deepseek_attn.runner.prompts import TokenIds, each_prompt, token_list
+from deepseek_attn.runner.record_store import RecordStore
+from deepseek_attn.runner.replay import Replay, Replayed
 from deepseek_attn.runner.scoring import score_logprobs, score_prompts
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.runner.step import (
@@ -43,6 +46,8 @@ from deepseek_attn.runner.step import (
     check_query_lens,
     step_input,
 )
+from deepseek_attn.runner.step_recorder import StepRecorder
+from deepseek_attn.runner.token_records import RecordedLayers, RecordOptions, TokenRecords, record_path
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.hub import HubModel
 from deepseek_attn.utils.tracing import traced
@@ -234,8 +239,13 @@ class ModelRunner(LoadedModel):
             with self.op_settings(sum(lengths)):
                 # inference mode takes 14 % off a single-token step on a CPU; its results are ordinary tensors
                 with torch.inference_mode():
-                    results = self._compute(model, rows, options, eager, size)
+                    recorder = self._recorder(model, rows, order, options)
+                    with nullcontext() if recorder is None else recorder.watching():
+                        results = self._compute(model, rows, options, eager, size, recorder)
                 output = self._output(results, rows, order, options)
+                if recorder is not None and options.record:
+                    records = dict(zip(order, recorder.records(), strict=True))
+                    output.records = [records[place] for place in range(len(order))]
             for cache, n in caches:
                 self.manager.commit(cache, n)
             if options.greedy and isinstance(results, DecodeRun):
@@ -279,9 +289,19 @@ class ModelRunner(LoadedModel):
             output.drafts = lambda: in_batch_order(results.drafts())
         return output
 
+    def _recorder(self, model: Backbone, rows: Batch, order: list[int], options: StepOptions) -> StepRecorder | None:
+        """The recorder of a step in which something is recorded or replayed; order: place in the batch of each row."""
+        if not (any(options.record) or any(options.replay)):
+            return None
+        record, replay = ([values[i] if values else None for i in order] for values in (options.record, options.replay))
+        return StepRecorder(model, self._recorded_layers(), self.parallel, rows, record, replay)
+
+    def _recorded_layers(self) -> RecordedLayers:
+        return RecordedLayers.of(self.whole_model(), self.dtype, self.layout.max_model_len)
+
     def _replays(self, lengths: list[int], options: StepOptions, decode_query_len: int | None = None) -> bool:
         """Whether a step runs over persistent tensors, as a CUDA graph on a GPU."""
-        if self.graphs is None or options.observer:
+        if self.graphs is None or options.observer or any(options.record) or any(options.replay):
             return False
         return self.graphs.supports(lengths, decode_query_len or self.decode_query_len)
 
@@ -292,6 +312,7 @@ class ModelRunner(LoadedModel):
         options: StepOptions,
         eager: bool,
         size: StepSize | None,
+        recorder: StepRecorder | None,
     ) -> EagerStep | DecodeRun:
         """The step: eagerly, or over persistent tensors of the size that the ranks have agreed on, if they have."""
         caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
@@ -304,14 +325,16 @@ class ModelRunner(LoadedModel):
         if self.graphs is not None:
             self.graphs.prelaunched = None  # a different step than the launched one
         if self.one_by_one:
-            return self._compute_one_by_one(model, rows)
+            return self._compute_one_by_one(model, rows, recorder)
         lookups = self._look_up(chunks_of(rows))  # reads while the metadata is built, too
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device, dtype=torch.int64)
         meta = self._metadata(caches, lengths, self.decode_query_len)
         meta.observer, meta.engram = options.observer, lookups
+        if recorder is not None:
+            recorder.begin(meta)
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
 
-    def _compute_one_by_one(self, model: Backbone, rows: Batch) -> EagerStep:
+    def _compute_one_by_one(self, model: Backbone, rows: Batch, recorder: StepRecorder | None) -> EagerStep:
         """A step that launches each token separately, after the earlier tokens of its sequence."""
         states, one = [], torch.ones(1, dtype=torch.int64, device="cpu")
         for sequence, n in rows:
@@ -319,6 +342,8 @@ class ModelRunner(LoadedModel):
             for position in range(sequence.num_computed, sequence.num_computed + n):
                 meta = self.builder.build(StepInput(one, one + position, tables))
                 meta.engram = self._look_up([Chunk(sequence.token_ids, position, 1)])
+                if recorder is not None:
+                    recorder.begin(meta, first=len(states))
                 ids = torch.tensor(sequence.token_ids[position : position + 1], device=self.device, dtype=torch.int64)
                 states.append(model(ids, meta.positions, meta))
         return EagerStep(model, [n for _, n in rows], torch.cat(states), one_by_one=True)
@@ -469,8 +494,50 @@ class ModelRunner(LoadedModel):
             )
         return self.drafter
 
+    def record_options(
+        self, routes: bool = False, selections: bool = False, hidden_states: Iterable[int] = ()
+    ) -> RecordOptions:
+        """Checked options for `StepOptions.record` and `record_store`.
+
+        Args:
+            routes: experts and their weights; selections: entries of indexers, and V4.1's candidates.
+            hidden_states: numbers of the layers after which hidden states are recorded.
+
+        Raises:
+            ValueError: a model without experts or without an indexer, no such layers, or nothing to record.
+        """
+        found = self._recorded_layers()
+        options = RecordOptions.create(found, routes, selections, hidden_states)
+        if options is None:
+            raise ValueError("nothing to record: choose routes, selections or hidden_states=[layers]")
+        return options
+
+    def record_store(self, options: RecordOptions, path: Path | None = None) -> RecordStore:
+        """A store of the records of one sequence. With a ``path``, the first of the ranks that share it writes."""
+        template = options.template(self._recorded_layers())
+        discard = path is not None and self.parallel.token_ranks > 1 and self.parallel.rank > 0
+        return RecordStore(options, template, path, discard)
+
+    def make_replay(self, records: Replayed, token_ids: TokenIds) -> Replay:
+        """A replay for `StepOptions.replay`: records, or their file, checked for this model and a prompt.
+
+        Raises:
+            ValueError: see `Replay.create`; or routes with data-parallel attention, whose routers see the tokens of all
+                ranks.
+        """
+        found = self._recorded_layers()
+        replay = Replay.create(records, found, token_list(token_ids))
+        if self.parallel.dp_attention and replay.experts is not None:
+            raise ValueError("replay: experts cannot be replayed with data-parallel attention, only selections")
+        return replay
+
     def score(
-        self, prompts: Iterable[TokenIds], chunk_size: int | None = None, *, progress: bool = False
+        self,
+        prompts: Iterable[TokenIds],
+        chunk_size: int | None = None,
+        *,
+        replay: Iterable[Replayed | None] | None = None,
+        progress: bool = False,
     ) -> list[torch.Tensor]:
         """Teacher-forced logits through the caches.
 
@@ -478,26 +545,79 @@ class ModelRunner(LoadedModel):
             prompts: token-id lists, of any lengths.
             chunk_size: new tokens per sequence and step; default: as many as ``max_num_batched_tokens`` allows.
                 1: token by token, through the decode path.
+            replay: for each prompt the records to compute it with, or None; see `TokenRecords`.
 
         Returns:
             For each prompt float32 ``[len, vocab_size]`` on the CPU.
         """
-        return self._score(list(each_prompt(prompts)), chunk_size, progress=progress)[0]
+        listed = list(each_prompt(prompts))
+        return self._score(listed, chunk_size, replays=self._replays_of(listed, replay), progress=progress)[0]
+
+    def score_records(
+        self,
+        prompts: Iterable[TokenIds],
+        record: RecordOptions,
+        chunk_size: int | None = None,
+        *,
+        directory: str | Path | None = None,
+        replay: Iterable[Replayed | None] | None = None,
+        progress: bool = False,
+    ) -> tuple[list[torch.Tensor], list[TokenRecords | None]]:
+        """Like `score`, with the records of each prompt's tokens as a second list.
+
+        Args:
+            record: of `record_options`.
+            directory: write the records of prompt ``i`` to ``i.safetensors`` in this folder, so that memory does not
+                limit them.
+
+        Raises:
+            ValueError: as `score`; or a file cannot be written.
+        """
+        listed = list(each_prompt(prompts))
+        names = [str(number) for number in range(len(listed))]
+        paths = [None if directory is None else record_path(directory, name) for name in names]
+        stores = [self.record_store(record, path) for path in paths]
+        replays = self._replays_of(listed, replay)
+        try:
+            logits, _ = self._score(listed, chunk_size, replays=replays, stores=stores, progress=progress)
+            return logits, [store.finish(store.length) for store in stores]
+        finally:
+            for store in stores:
+                store.close()
+
+    def _replays_of(
+        self, prompts: list[TokenIds], replay: Iterable[Replayed | None] | None
+    ) -> list[Replay | None] | None:
+        if replay is None:
+            return None
+        given = as_list(replay, "replay: records for each prompt")
+        if len(given) != len(prompts):
+            raise ValueError(f"replay: records for {len(given)} prompts, and there are {len(prompts)}: None for some")
+        pairs = zip(given, prompts, strict=True)
+        return [None if records is None else self.make_replay(records, prompt) for records, prompt in pairs]
 
     @in_turn
     def score_logprobs(
-        self, prompts: Iterable[TokenIds], top: int = 0, chunk_size: int | None = None, *, progress: bool = False
+        self,
+        prompts: Iterable[TokenIds],
+        top: int = 0,
+        chunk_size: int | None = None,
+        *,
+        replay: Iterable[Replayed | None] | None = None,
+        progress: bool = False,
     ) -> list[TokenLogprobs]:
         """Log-probabilities of all tokens of each prompt but its first, which follows on nothing.
 
         They are those of `score`'s logits, of which a block of rows exists at a time.
 
         Args:
-            prompts, chunk_size: as in `score`.
+            prompts, chunk_size, replay: as in `score`.
             top: number of most likely tokens that are listed for each place.
         """
         check_top(top, "top")
-        return score_logprobs(self, list(each_prompt(prompts)), top, chunk_size, progress=progress)
+        listed = list(each_prompt(prompts))
+        replays = self._replays_of(listed, replay)
+        return score_logprobs(self, listed, top, chunk_size, replays=replays, progress=progress)
 
     def score_mtp(
         self, prompts: Iterable[TokenIds], chunk_size: int | None = None, *, progress: bool = False
@@ -515,9 +635,16 @@ class ModelRunner(LoadedModel):
 
     @in_turn  # as a whole: calls that take turns by steps would need the pages of all their prompts together
     def _score(
-        self, prompts: list[TokenIds], chunk_size: int | None, *, progress: bool, mtp: bool = False
+        self,
+        prompts: list[TokenIds],
+        chunk_size: int | None,
+        *,
+        progress: bool,
+        mtp: bool = False,
+        replays: list[Replay | None] | None = None,
+        stores: list[RecordStore] | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return score_prompts(self, prompts, chunk_size, mtp=mtp, progress=progress)
+        return score_prompts(self, prompts, chunk_size, mtp=mtp, replays=replays, stores=stores, progress=progress)
 
 
 def chunks_of(rows: Batch) -> list[Chunk]:

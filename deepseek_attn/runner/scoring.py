@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -13,6 +14,8 @@ from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.runner.logprobs import ScoredRows, TokenLogprobs
 from deepseek_attn.runner.prompts import TokenIds, each_prompt
+from deepseek_attn.runner.record_store import RecordStore
+from deepseek_attn.runner.replay import Replay
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.runner.step import Batch, StepOptions, StepOutput
 
@@ -35,14 +38,22 @@ def score_prompts(
     chunk_size: int | None = None,
     *,
     mtp: bool = False,
+    replays: list[Replay | None] | None = None,
+    stores: list[RecordStore] | None = None,
     progress: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Result of `ModelRunner.score`; of `ModelRunner.score_mtp` with ``mtp``, without it the second list is empty."""
+    """Result of `ModelRunner.score`; of `ModelRunner.score_mtp` with ``mtp``, without it the second list is empty.
+
+    Args:
+        replays: of each prompt, what it is computed with; stores: of each prompt, the store of its records.
+    """
     sequences = [runner.sequence(prompt) for prompt in each_prompt(prompts)]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     mtp_logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     options = StepOptions(all_logits=True, mtp=mtp)
-    with closing(scoring_steps(runner, sequences, lambda chosen: options, chunk_size, progress)) as steps:
+    with closing(
+        scoring_steps(runner, sequences, lambda chosen: options, chunk_size, progress, replays, stores)
+    ) as steps:
         for i, place, out in steps:
             if out.logits is not None:
                 logits[i].append(out.logits[place].cpu())
@@ -52,7 +63,13 @@ def score_prompts(
 
 
 def score_logprobs(
-    runner: Scorer, prompts: Iterable[TokenIds], top: int, chunk_size: int | None = None, *, progress: bool = False
+    runner: Scorer,
+    prompts: Iterable[TokenIds],
+    top: int,
+    chunk_size: int | None = None,
+    *,
+    replays: list[Replay | None] | None = None,
+    progress: bool = False,
 ) -> list[TokenLogprobs]:
     """Result of `ModelRunner.score_logprobs`."""
     sequences = [runner.sequence(prompt) for prompt in each_prompt(prompts)]
@@ -61,7 +78,7 @@ def score_logprobs(
     def options(chosen: list[Sequence]) -> StepOptions:
         return StepOptions(scored=tuple(ScoredRows(0, len(sequence.token_ids) - 1, top) for sequence in chosen))
 
-    with closing(scoring_steps(runner, sequences, options, chunk_size, progress)) as steps:
+    with closing(scoring_steps(runner, sequences, options, chunk_size, progress, replays)) as steps:
         for i, place, out in steps:
             if out.scored is not None and (part := out.scored[place]) is not None:
                 parts[i].append(part)
@@ -74,11 +91,14 @@ def scoring_steps(
     options: Callable[[list[Sequence]], StepOptions],
     chunk_size: int | None,
     progress: bool,
+    replays: list[Replay | None] | None = None,
+    stores: list[RecordStore] | None = None,
 ) -> Generator[tuple[int, int, StepOutput]]:
     """Computes all tokens; yields for each sequence of each step its number, its place in the step, and the output.
 
     Args:
         options: of a step over these sequences.
+        replays: of each sequence, what it is computed with; stores: of each sequence, the store of its records.
     """
     if chunk_size is not None and (not is_integer(chunk_size) or chunk_size < 1):
         raise ValueError(f"chunk_size={chunk_size!r}: must be an integer of at least 1")
@@ -87,8 +107,15 @@ def scoring_steps(
         with bar:
             while pending := [i for i, s in enumerate(sequences) if s.num_pending]:
                 work = plan_chunks([(i, sequences[i]) for i in pending], chunk_size, runner.layout)
-                out = runner.step([(sequences[i], n) for i, n in work], options([sequences[i] for i, _ in work]))
+                step_options = options([sequences[i] for i, _ in work])
+                if replays is not None:
+                    step_options = replace(step_options, replay=tuple(replays[i] for i, _ in work))
+                if stores is not None:
+                    step_options = replace(step_options, record=tuple(stores[i].options for i, _ in work))
+                out = runner.step([(sequences[i], n) for i, n in work], step_options)
                 for place, (i, n) in enumerate(work):
+                    if stores is not None and out.records is not None and (rows := out.records[place]) is not None:
+                        stores[i].put(sequences[i].num_computed - n, rows)
                     yield i, place, out
                     if not sequences[i].num_pending:
                         sequences[i].free()

@@ -16,7 +16,9 @@ from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.kernels.sampling import greedy_tokens
 from deepseek_attn.runner.logprobs import ScoredRows, TokenLogprobs
 from deepseek_attn.runner.prompts import shown
+from deepseek_attn.runner.replay import Replay
 from deepseek_attn.runner.sequence import Sequence
+from deepseek_attn.runner.token_records import RecordOptions, TokenRecords
 from deepseek_attn.utils.device import AsyncHostCopy, to_device
 
 Batch = list[tuple[Sequence, int]]  # (sequence, new tokens)
@@ -47,6 +49,10 @@ class StepOptions:
         scored: by sequence of the batch, tokens that it has already whose log-probabilities are computed; None: none.
             Empty: of no sequence.
         observer: called by each attention layer of the backbone once it has attended. Such a step runs eagerly.
+        record: by sequence of the batch, what is recorded of its new tokens; None: nothing. Such a step runs eagerly.
+            Empty: of no sequence.
+        replay: by sequence of the batch, experts and entries that it is computed with; None: those of the model. Such a
+            step runs eagerly. Empty: of no sequence.
     """
 
     last: int = 1
@@ -59,6 +65,8 @@ class StepOptions:
     logprobs: tuple[int | None, ...] = ()
     scored: tuple[ScoredRows | None, ...] = ()
     observer: Callable[[AttentionCall], None] | None = None
+    record: tuple[RecordOptions | None, ...] = ()
+    replay: tuple[Replay | None, ...] = ()
 
 
 @dataclass
@@ -76,6 +84,7 @@ class StepOutput:
         logprobs: call it for the log-probabilities of ``tokens``, None for a sequence without; it waits for the device.
             None without `StepOptions.logprobs`.
         scored: log-probabilities as `StepOptions.scored` says, None for a sequence without; None without any.
+        records: what `StepOptions.record` says, None for a sequence without; None without any.
     """
 
     logits: list[torch.Tensor] | None = None
@@ -85,6 +94,7 @@ class StepOutput:
     mtp_logits: list[torch.Tensor] | None = None
     logprobs: Callable[[], list[TokenLogprobs | None]] | None = None
     scored: list[TokenLogprobs | None] | None = None
+    records: list[TokenRecords | None] | None = None
 
     @property
     def rows(self) -> list[torch.Tensor]:

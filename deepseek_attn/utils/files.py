@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import errno
 import io
+import json
+import math
 import os
 import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError
@@ -149,6 +151,62 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from error
+
+
+class TensorBlocks(NamedTuple):
+    """A tensor of a file that is written in blocks: a dtype of safetensors, its shape, and contiguous CPU tensors."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    blocks: Iterable[torch.Tensor]
+
+    @classmethod
+    def of(cls, like: torch.Tensor, blocks: Iterable[torch.Tensor]) -> Self:
+        """A tensor of the dtype and shape of ``like``."""
+        return cls(STORED_NAMES[like.dtype], tuple(like.shape), like.nbytes, blocks)
+
+
+STORED_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16",
+}  # fmt: skip
+
+
+def write_tensor_blocks(path: Path, tensors: Mapping[str, TensorBlocks], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file of tensors that need not be in memory as a whole.
+
+    Raises:
+        ValueError: it cannot be written there, with the reason.
+    """
+    with appearing(path) as partial, partial.open("wb") as file:
+        store_tensors(file, tensors, metadata)
+
+
+def store_tensors(file: IO[bytes], tensors: Mapping[str, TensorBlocks], metadata: Mapping[str, str]) -> None:
+    """Writes the header and the tensors of a safetensors file.
+
+    Raises:
+        ValueError: the blocks of a tensor have more or fewer bytes than it.
+    """
+    # wide elements first, as the safetensors library does: then every tensor is aligned for its dtype
+    ordered = sorted(tensors.items(), key=lambda item: -8 * item[1].nbytes // max(1, math.prod(item[1].shape)))
+    header: dict[str, dict] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in ordered:
+        offsets = [offset, offset + tensor.nbytes]
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name, tensor in ordered:
+        written = 0
+        for block in tensor.blocks:
+            data = block.contiguous().reshape(-1).view(torch.uint8)
+            written += file.write(memoryview(data.numpy()))
+        if written != tensor.nbytes:
+            raise ValueError(f"{name} has {written} bytes, its source announced {tensor.nbytes}")
 
 
 def find_target(path: Path) -> Path | None:

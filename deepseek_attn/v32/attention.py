@@ -207,6 +207,8 @@ class DeepseekV32MLAAttention(CheckpointModule):
         if self.indexer is not None:
             selected = selected_entries(self, 0, len(step.positions))
             self.decode_topk_slots = self.indexer.select(index_queries, step, selected)
+            if step.on_selection is not None:
+                self.decode_topk_slots = step.on_selection(self.spec.index, selected, self.decode_topk_slots)
         with stage("attend"):
             if self.impl is None:
                 latents = self.attend_to_all(query, step)

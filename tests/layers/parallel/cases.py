@@ -70,7 +70,7 @@ class CountingSource(SafetensorsSource):
 
 
 def scores(family: str, parallel: Parallel, numerics: str = "exact") -> dict:
-    """Logits of backbone and drafter, of prompts together and token by token."""
+    """Logits of backbone and drafter, of prompts together and token by token, records of a prompt and their replay."""
     config = CONFIGS[family]()
     runner = ModelRunner.from_source(config, RandomSource(config, 3), parallel=parallel, numerics=numerics, **LIMITS)
     texts = prompts(config)
@@ -80,7 +80,10 @@ def scores(family: str, parallel: Parallel, numerics: str = "exact") -> dict:
         logits, drafts = runner.score(texts), [draft_after(runner, texts[1], [5, 4], newest=11).logits]
     steps = runner.score([texts[1]], chunk_size=1)
     logprobs = [text.to_dict() for text in runner.score_logprobs(texts, top=2)]
-    return {"logits": logits, "drafts": drafts, "steps": steps, "logprobs": logprobs}
+    recorded, [records] = runner.score_records(texts[2:], runner.record_options(routes=True, selections=True))
+    replayed = runner.score(texts[2:], replay=[records])
+    arrays = records.arrays | {"difference": (replayed[0] - recorded[0]).abs().max()}
+    return {"logits": logits, "drafts": drafts, "steps": steps, "records": arrays, "logprobs": logprobs}
 
 
 def texts_of(directory: Path, parallel: Parallel) -> dict:
@@ -138,7 +141,11 @@ def own_requests(directory: Path, parallel: Parallel) -> dict:
             found.append([list(done.token_ids) for done in llm.generate(own, params)])
     scored = llm.runner.score(texts[:1] if parallel.rank == 1 else [])
     logprobs = llm.runner.score_logprobs(texts[:1] if parallel.rank == 1 else [])
+    runner.graphs = common  # which a rank that records keeps the others from using
+    own, kinds = texts[: parallel.rank], {"return_routes": True, "return_selections": True}
+    recorded = llm.generate(own, params, **kinds)
     return {
+        "records": [done.records.arrays for done in recorded],
         "logprobs": [text.to_dict() for text in logprobs],
         "texts": found,
         "scored": scored,

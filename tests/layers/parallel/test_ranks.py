@@ -87,6 +87,17 @@ def test_logits(ranks, alone, family, what):
             assert_close(got, expected, TOLERANCE)
 
 
+@pytest.mark.parametrize("family", list(cases.CONFIGS))
+def test_each_rank_has_the_records_of_all_experts(ranks, alone, family):
+    for rank in ranks:
+        records, expected = rank[family]["records"], alone[family]["records"]
+        assert records["difference"] == 0
+        assert torch.equal(records["experts"], expected["experts"])
+        assert torch.equal(records["selections"], expected["selections"])
+        weights = records["expert_weights"].flatten(1), expected["expert_weights"].flatten(1)
+        assert_close(*weights, TOLERANCE)
+
+
 def test_logits_of_quantised_weights(ranks, alone):
     """FP8 and FP4 weights stay what they are; roundings of activations to FP8 magnify the last bits."""
     for got, expected in zip(ranks[-1]["serving"]["logits"], alone["serving"]["logits"], strict=True):
@@ -157,12 +168,16 @@ def test_data_parallel_attention(ranks, checkpoints):
     everyone = cases.LLM(checkpoints / cases.DATA_PARALLEL[world], parallel=Parallel.single(), **cases.LIMITS)
     texts = cases.prompts(everyone.runner.config, range(20, 20 + 13 * world, 13))
     params = cases.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
-    expected = [list(done.token_ids) for done in everyone.generate(texts, params)]
+    done = everyone.generate(texts, params, return_routes=True, return_selections=True)
+    expected = [list(completion.token_ids) for completion in done]
     own = [rank["own_requests"] for rank in ranks]
     for number, rank in enumerate(own):
         assert rank["texts"] == [expected[:number], expected[number:][:2]] * 2
         assert rank["steps"] == own[0]["steps"] != []
         assert not rank["mtp"]
+        for found, completion in zip(rank["records"], done[:number], strict=True):
+            assert torch.equal(found["experts"], completion.records.experts)
+            assert torch.equal(found["selections"], completion.records.selections)
     (got,) = own[1]["scored"]
     assert_close(got, everyone.runner.score(texts[:1])[0], TOLERANCE)
     (got,) = own[1]["logprobs"]

@@ -1,0 +1,84 @@
+"""Which requests of an `LLM` are recorded, and where to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypedDict, Unpack
+
+from deepseek_attn.engine.request import Request
+from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.replay import Replayed
+from deepseek_attn.runner.token_records import RecordOptions, record_path
+
+
+class RecordArguments(TypedDict, total=False):
+    """Keyword arguments of `LLM.generate`, `generate_iter` and `stream`; each may be left out.
+
+    Attributes:
+        return_routes: record the experts of each token and their weights: `Completion.records`.
+        return_selections: record the entries that indexers select, and V4.1's candidates.
+        return_hidden_states: numbers of the layers after which hidden states are recorded.
+        record_dir: write the records of prompt ``i`` to ``i.safetensors`` in this folder, so that memory does not limit
+            them, and of its other completions to ``i-1.safetensors`` and so on.
+    """
+
+    return_routes: bool
+    return_selections: bool
+    return_hidden_states: Iterable[int]
+    record_dir: str | Path | None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Records that are asked for of each request of a call.
+
+    Attributes:
+        options: what is recorded; None: nothing.
+        directory: the folder of the files; None: records stay in memory.
+    """
+
+    runner: ModelRunner
+    options: RecordOptions | None = None
+    directory: Path | None = None
+
+    @classmethod
+    def create(cls, runner: ModelRunner, **arguments: Unpack[RecordArguments]) -> Self:
+        """Checks the arguments, and makes the folder.
+
+        Raises:
+            ValueError: unknown arguments, nothing to record, or what `ModelRunner.record_options` refuses; or a folder
+                that cannot be written to.
+        """
+        unknown = sorted(arguments.keys() - RecordArguments.__annotations__.keys())
+        if unknown:
+            raise ValueError(
+                f"no such arguments: {', '.join(unknown)}; records take {', '.join(RecordArguments.__annotations__)}"
+            )
+        directory = arguments.get("record_dir")
+        wanted = [arguments.get(name) for name in ("return_routes", "return_selections", "return_hidden_states")]
+        routes, selections, states = wanted
+        if not routes and not selections and states in (None, (), []):
+            if directory is not None:
+                raise ValueError("record_dir without anything to record: pass return_routes=True, for instance")
+            return cls(runner)
+        options = runner.record_options(routes or False, selections or False, states or ())
+        if directory is not None:
+            record_path(directory, "0")
+        return cls(runner, options, None if directory is None else Path(directory))
+
+    def watch(self, request: Request, index: int, replay: Replayed | None) -> Request:
+        """Has a new request, and the other completions of its prompt, recorded and computed with ``replay``.
+
+        Raises:
+            ValueError: records that cannot be replayed for its prompt.
+        """
+        played = None if replay is None else self.runner.make_replay(replay, request.prompt_token_ids)
+        for number, each in enumerate(request.group):
+            each.replay = played
+            if self.options is not None:
+                name = f"{index}-{number}" if number else str(index)
+                path = None if self.directory is None else record_path(self.directory, name)
+                each.store = self.runner.record_store(self.options, path)
+        return request
