@@ -167,6 +167,9 @@ def result(completion: Completion) -> dict[str, Any]:
     }
     if completion.tool_calls:
         fields["tool_calls"] = [asdict(call) for call in completion.tool_calls]
+    for name, found in (("logprobs", completion.logprobs), ("prompt_logprobs", completion.prompt_logprobs)):
+        if found is not None:
+            fields[name] = found.to_dict()
     return fields if completion.error is None else fields | {"error": completion.error}
 
 

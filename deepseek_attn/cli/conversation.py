@@ -37,7 +37,22 @@ def show_answer(stream: TextStream, llm: LLM, chat: bool) -> Completion:
         if most is None or len(completion.token_ids) < most:
             limit = f"--max-model-len {llm.runner.layout.max_model_len}"
         say(f"finish_reason: length ({limit})")
+    show_logprobs(completion, llm)
     return completion
+
+
+def show_logprobs(completion: Completion, llm: LLM) -> None:
+    """Prints a line for each token that has a log-probability: it, its rank, and the most likely tokens with theirs."""
+
+    def text(token: int) -> str:
+        return str(token) if llm.tokenizer is None else json.dumps(llm.tokenizer.decode([token]), ensure_ascii=False)
+
+    for name, found in (("prompt_logprobs", completion.prompt_logprobs), ("logprobs", completion.logprobs)):
+        for number, token in enumerate(found or []):
+            if number == 0:
+                show(f"{name}:")
+            top = "  ".join(f"{text(other)} {logprob:.4f}" for other, logprob in token.top.items())
+            show(f"{text(token.token_id)} {token.logprob:.4f}  rank {token.rank}  {top}".rstrip())
 
 
 def show_completions(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
@@ -50,6 +65,7 @@ def show_completions(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
             raise RequestFailed(completion.error)
         say(f"{number} of {params.n} ({completion.finish_reason}):")
         show(completion.text)
+        show_logprobs(completion, llm)
 
 
 def show_parts(stream: TextStream) -> None:

@@ -154,6 +154,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--include-stop-str-in-output", action="store_true", help="the text ends with the stop string, not before it"
     )
     sampling.add_argument("--keep-special-tokens", action="store_true", help="special tokens are part of the text")
+    sampling.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="log-probability and rank of each new token, and the K most likely ones, of the model's own distribution",
+    )
+    sampling.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same for the tokens of the prompt")
     parser.add_argument(
         "--speculate",
         type=int,
@@ -238,6 +245,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         n=args.n,
         include_stop_str_in_output=args.include_stop_str_in_output,
         skip_special_tokens=not args.keep_special_tokens,
+        logprobs=args.logprobs,
+        prompt_logprobs=args.prompt_logprobs,
     )
 
 

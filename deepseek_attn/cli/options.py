@@ -223,6 +223,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--allowed-token-ids": (0, MOST),
     "--min-tokens": (0, MOST),
     "--n": (1, MOST),
+    "--logprobs": (0, 1024),
+    "--prompt-logprobs": (0, 1024),
     "--seed": (0, 2**64 - 1),
     "--stop-token-id": (0, MOST),
     "--token-ids": (0, MOST),

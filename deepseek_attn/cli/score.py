@@ -1,15 +1,21 @@
-"""``deepseek-attn score``: teacher-forced logits of token-id lists, to a safetensors file."""
+"""``deepseek-attn score``: teacher-forced logits or log-probabilities of token-id lists, to a safetensors file."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.load_report import add_report_option, show_report
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, layer_numbers, runner_options
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.garbage import without_collections
 from deepseek_attn.utils.json_files import read_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepseek_attn.runner.logprobs import TokenLogprobs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='also write the MTP logits "i.mtp" [len_i - 1, vocab]; row t has also seen token t + 1',
     )
     parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="instead of the logits, of each token but the first: its log-probability and rank, and the K most likely "
+        'tokens in its place: "i.logprobs", "i.ranks", "i.top_ids" and "i.top_logprobs" [len_i - 1 (, K)]',
+    )
+    parser.add_argument(
         "--layers", type=layer_numbers, metavar="LIST", help="run only these backbone layers, for instance 0,1,5-7"
     )
     add_runner_options(parser)
@@ -35,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     with without_collections():  # the first import of torch
+        from deepseek_attn.runner.logprobs import check_top
         from deepseek_attn.runner.model_runner import ModelRunner
     from deepseek_attn.utils.files import check_output, write_tensors
 
@@ -42,11 +56,20 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             "--mtp needs the whole model: the MTP layer reads the hidden states of the last layer; drop --layers"
         )
+    if args.logprobs is not None:
+        check_top(args.logprobs, "--logprobs")
+        if args.mtp:
+            raise ValueError("--mtp writes logits of the MTP layer, --logprobs none of any layer: give one of them")
     out = Path(args.out)
     check_output(out, "--out")
     prompts = read_token_lists(Path(args.token_ids))
     runner = ModelRunner.from_pretrained(args.model, layers=args.layers, **runner_options(args))
     show_report(runner, args)
+    if args.logprobs is not None:
+        tensors = logprobs_tensors(runner.score_logprobs(prompts, args.logprobs, args.chunk_size, progress=True))
+        write_tensors(out, tensors)
+        show(f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}")
+        return
     if args.mtp:
         logits, drafts = runner.score_mtp(prompts, args.chunk_size, progress=True)
     else:
@@ -55,6 +78,14 @@ def run(args: argparse.Namespace) -> None:
     tensors |= {f"{i}.mtp": rows for i, rows in enumerate(drafts)}
     write_tensors(out, tensors)
     show(f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}")
+
+
+def logprobs_tensors(texts: list[TokenLogprobs]) -> dict[str, torch.Tensor]:
+    """Tensors of the file by name: those of list 0 are ``0.logprobs``, ``0.ranks`` and so on."""
+    import torch
+
+    names = ("logprobs", "ranks", "top_ids", "top_logprobs")
+    return {f"{i}.{name}": torch.from_numpy(getattr(text, name)) for i, text in enumerate(texts) for name in names}
 
 
 def read_token_lists(path: Path) -> list[list[int]]:

@@ -82,6 +82,33 @@ def test_score_writes_the_logits_of_each_list(checkpoint, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
+def test_score_writes_log_probabilities(checkpoint, tmp_path):
+    lists = [torch.randint(300, (n,)).tolist() for n in (7, 1, 50)]
+    code, out = score(checkpoint, tmp_path, lists, "--logprobs", "3", "--chunk-size", "33")
+    assert code == 0
+    tensors = load_file(out)
+    logits = ModelRunner.from_pretrained(checkpoint, device="cpu", progress=False).score(lists, 33)
+    assert set(tensors) == {
+        f"{i}.{name}" for i in range(3) for name in ("logprobs", "ranks", "top_ids", "top_logprobs")
+    }
+    for i, (ids, rows) in enumerate(zip(lists, logits, strict=True)):
+        log_softmax, own = rows[:-1].double().log_softmax(1), torch.tensor(ids[1:], dtype=torch.int64)[:, None]
+        assert tensors[f"{i}.ranks"].shape == (len(ids) - 1,)
+        torch.testing.assert_close(tensors[f"{i}.logprobs"], log_softmax.gather(1, own)[:, 0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(tensors[f"{i}.top_logprobs"], log_softmax.topk(3).values, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(("--logprobs", "-1"), "--logprobs"), (("--logprobs", "1", "--mtp"), "give one of them")],
+)
+def test_wrong_flags_for_log_probabilities(checkpoint, tmp_path, capsys, flags, message):
+    code, out = score(checkpoint, tmp_path, [[1, 2]], *flags)
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_deterministic_scores_in_any_chunks(checkpoint, tmp_path):
     found = []
     for size in ("7", "2"):

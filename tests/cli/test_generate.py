@@ -54,6 +54,30 @@ def test_a_line_is_json_or_text(line, prompt):
     assert parse_line(line, SamplingParams()) == PromptLine(prompt, SamplingParams())
 
 
+def test_log_probabilities_of_lines(checkpoint, tmp_path, capsys):
+    """With the flags, and with fields of a line."""
+    (tmp_path / "prompts").write_text('[0, 5, 9]\n{"token_ids": [0, 7], "logprobs": 0, "prompt_logprobs": 2}\n')
+    assert generate(checkpoint, "--prompts", str(tmp_path / "prompts"), "--logprobs", "2") == 0
+    lines = sorted(map(json.loads, capsys.readouterr().out.splitlines()), key=lambda line: line["index"])
+    assert "prompt_logprobs" not in lines[0]
+    assert lines[1]["prompt_logprobs"]["token_ids"] == [7]
+    for line, top in zip(lines, (2, 0), strict=True):
+        found = line["logprobs"]
+        assert found["token_ids"] == line["token_ids"]
+        assert found["ranks"] == [1] * 6
+        assert [len(row) for row in found["top_ids"]] == [top] * 6
+        assert all(-10 < logprob < 0 for logprob in found["logprobs"])
+
+
+def test_log_probabilities_of_a_text(checkpoint, capsys):
+    assert generate(checkpoint, "--token-ids", "0,5,9", "--logprobs", "1", "--prompt-logprobs", "0") == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("prompt_logprobs:")
+    assert lines[first + 3] == "logprobs:"
+    assert len(lines) == first + 4 + 6
+    assert all(" rank " in line for line in lines[first + 1 : first + 3] + lines[first + 4 :])
+
+
 def test_many_prompts(checkpoint, tmp_path, capsys):
     prompts = ["Hello there", "abc\ndef", [0, 5, 9], "Grüße"]
     lines = [prompts[0], json.dumps(prompts[1]), "", json.dumps(prompts[2]), prompts[3]]
