@@ -79,6 +79,7 @@ class Block(BlockBase):
     """Attention and MoE, each on an input collapsed from the residual streams (`hc_pre`), which `hc_post` updates."""
 
     attention_class = DeepseekV4MLAAttention
+    experts_class = MoE
 
     def __init__(self, context: BuildContext[DeepseekV4Base], spec: LayerSpec, attention_only: bool = False):
         config, device = context.config, context.device
@@ -92,7 +93,7 @@ class Block(BlockBase):
         if attention_only:
             return
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-        self.ffn = MoE(config, spec, context.numerics, context.dtype, device, context.parallel)
+        self.ffn = self.experts_class(config, spec, context.numerics, context.dtype, device, context.parallel)
         rows, columns = (2 + config.hc_mult) * config.hc_mult, config.hc_mult * config.hidden_size
         for sublayer in ("attn", "ffn"):
             self.declare(f"hc_{sublayer}_fn", (rows, columns), torch.float32)

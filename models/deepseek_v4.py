@@ -34,9 +34,10 @@ class DeepseekV4(DraftsBlocks, Backbone):
     """
 
     block_class = Block
+    mtp_class = MTPLayer
 
     def __init__(self, context: BuildContext[DeepseekV4Base], layers: list[int] | None = None, mtp: bool = True):
-        super().__init__(context, layers, mtp, MTPLayer if context.config.dspark is None else DraftStage)
+        super().__init__(context, layers, mtp, self.mtp_class if context.config.dspark is None else DraftStage)
         declare_stream_head(self, self.config)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None) -> torch.Tensor:

@@ -163,7 +163,7 @@ def _attend(
             read = _widths_of_block(sources, block, widths)
             keys = scratch[: (end - start) * sum(read) * d].view(end - start, sum(read), d)
             valid = _fetch(sources, block, read, keys)
-            result = _softmax_block(q[block].float() * scale, keys, valid, sink, d_v, dtype)
+            result = softmax_block(q[block].float() * scale, keys, valid[:, None], sink, d_v, dtype)
             out[block] = result.out.to(out.dtype)
             lse[block] = result.lse
             if max_logits is not None:
@@ -264,30 +264,44 @@ def _fetch(sources: list[_Source], rows: Tensor | slice, widths: list[int], keys
     return valid
 
 
-class _BlockResult(NamedTuple):
-    """Float32 ``out [r, H, d_v]``, ``lse [r, H]`` and largest logit ``peak [r, H]`` of a block of queries."""
+class BlockResult(NamedTuple):
+    """Attention of a block of queries, all float32.
+
+    Attributes:
+        out: ``[r, H, d_v]``.
+        lse: ``[r, H]``; peak: ``[r, H]``, the largest logit.
+        weights: ``[r, H, W]``, relative to the largest; times factor ``[r, H, 1]``: the share of each key.
+    """
 
     out: Tensor
     lse: Tensor
     peak: Tensor
+    weights: Tensor
+    factor: Tensor
 
 
-def _softmax_block(
+def softmax_block(
     q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor | None, d_v: int, dtype: torch.dtype
-) -> _BlockResult:
-    """Attention of scaled float32 ``q [r, H, d]`` over ``keys [r, W, d]``; weights are rounded to ``dtype``."""
-    logits = torch.bmm(q, keys.transpose(1, 2)).masked_fill_(~valid[:, None], float("-inf"))
-    peak = logits.amax(2, keepdim=True)
+) -> BlockResult:
+    """Attention of scaled float32 ``q [r, H, d]`` over ``keys [r, W, d]``; weights are rounded to ``dtype``.
+
+    Differentiable where every query has a valid key.
+
+    Args:
+        valid: bool ``[r, H, W]`` or ``[r, 1, W]``.
+    """
+    logits = torch.bmm(q, keys.transpose(1, 2)).float().masked_fill_(~valid, float("-inf"))
+    peak = logits.detach().amax(2, keepdim=True)
     weights = logits.sub_(peak).exp_()
     total = weights.sum(2, keepdim=True)
     lse = (peak + total.log()).squeeze(2)
     # exp(lse) / (exp(lse) + exp(sink)) is the part of the weight that the keys get.
     factor = 1 / total if sink is None else torch.sigmoid(lse - sink.float())[:, :, None] / total
     out = torch.bmm(weights.to(dtype).float(), keys[:, :, :d_v]).mul_(factor)
-    lonely = ~valid.any(1)
+    lonely = ~valid.any(2)
     if lonely.device.type != "cpu" or lonely.any():
-        out, lse = out.masked_fill_(lonely[:, None, None], 0), lse.masked_fill_(lonely[:, None], float("inf"))
-    return _BlockResult(out, lse, peak.squeeze(2))
+        out, lse = out.masked_fill_(lonely[:, :, None], 0), lse.masked_fill_(lonely, float("inf"))
+    return BlockResult(out, lse, peak.squeeze(2), weights, factor)
 
 
 def _check_query(q: Tensor, sink: Tensor | None) -> None:

@@ -30,7 +30,6 @@ CAUSAL_ROWS = 128
 """On a CPU this many queries of a prefill are scored together, against the entries that the last of them sees."""
 
 
-@torch.no_grad()
 def index_query(rows: IndexQueryRows) -> IndexQueries:
     """`kernels.indexer.index_query` in plain torch."""
     if rows.key_format not in KEY_FORMATS:
@@ -78,7 +77,6 @@ def even_odd(x: Tensor) -> Tensor:
     return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
 
 
-@torch.no_grad()
 def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """`kernels.indexer.index_scores` in plain torch."""
     if q.dim() != 3 or k.dim() != 2 or k.shape[1] != q.shape[2] or weights.shape != q.shape[:2]:

@@ -217,9 +217,18 @@ def _pooled(part: CompressPart, score: Tensor, state: Tensor, windows: ClosingWi
         values = _gather_slots(part, part.kv, windows.flight[rows], window, slot, earlier[:, 0])
         scores = _gather_slots(part, score, windows.flight[rows], window, slot, earlier[:, 1])
         absent = windows.absent[rows].unsqueeze(-1)
-        weights = scores.masked_fill(absent, float("-inf")).softmax(dim=1)
-        parts.append((weights * values.masked_fill(absent, 0.0)).sum(dim=1))
+        parts.append(pool_windows(values, scores, absent))
     return torch.cat(parts)
+
+
+def pool_windows(values: Tensor, scores: Tensor, absent: Tensor) -> Tensor:
+    """Sums of ``values [..., G, d]`` over the ``G`` tokens of each window, weighed by softmax of ``scores`` over them.
+
+    Args:
+        absent: bool ``[..., G, 1]``, tokens that do not exist.
+    """
+    weights = scores.masked_fill(absent, float("-inf")).softmax(dim=-2)
+    return (weights * values.masked_fill(absent, 0.0)).sum(dim=-2)
 
 
 def _gather_slots(

@@ -1,184 +1,147 @@
 """The V4 attention layer over whole sequences, without caches: differentiable.
 
-Parameters and formulas of `DeepseekV4MLAAttention`, with keys in plain tensors instead of caches. Shapes: ``B``
-sequences of ``S`` tokens, ``H`` heads, ``D`` channels of a key, ``E`` compressed entries.
+`TrainedAttention` is `DeepseekV4MLAAttention` with keys in plain tensors instead of caches: its linears, and the plain
+torch of the ops that a layer calls. Ops that read pages cannot be differentiated, so that the softmax over a block of
+queries (`softmax_block`) and the pooling of windows (`pool_windows`) are called from here as the ops call them. Shapes:
+``B`` sequences of ``S`` tokens, ``H`` heads, ``D`` channels of a key, ``E`` compressed entries.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from deepseek_attn.attention.compressor import Compressor
-from deepseek_attn.attention.indexer import Indexer
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
-from deepseek_attn.kernels.common.norm_rope import rms_norm
-from deepseek_attn.kernels.indexer import topk_indices
-from deepseek_attn.layers.rope import apply_rope
+from deepseek_attn.kernels.attention.reference import softmax_block
+from deepseek_attn.kernels.common.norm_rope import apply_rope, rms_norm
+from deepseek_attn.kernels.indexer import index_query, index_scores, topk_indices
+from deepseek_attn.kernels.insert import query_norm_rope
+from deepseek_attn.kernels.insert.reference import pool_windows
+from deepseek_attn.layers.linear import multi_linear
 
 
-class TrainedAttention(NamedTuple):
-    """Result of an attention layer over whole sequences.
-
-    Attributes:
-        output: ``[B, S, hidden_size]``.
-        index_loss: divergence of the indexer's softmax from attention, a scalar; None without an indexer.
-    """
-
-    output: torch.Tensor
-    index_loss: torch.Tensor | None
-
-
-def attend(
-    attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractContextManager, select: bool
-) -> TrainedAttention:
-    """Attention of ``x [B, S, hidden_size]``, normed.
-
-    Args:
-        precision: context for matrix products; operations that V4 computes in float32 are outside of it.
-        select: read the entries that the indexer selects, as a running model does; otherwise all of them.
-    """
-    length = x.shape[1]
-    entries = compressed(attn.compressor, x, precision) if attn.compressor else None
-    rows = project(attn, x, precision)
-    readable = scores = None
-    if entries is not None:
-        readable = visible_entries(length, attn.compress_ratio, x.device)
-        if attn.indexer is not None:
-            scores = index_scores(attn.indexer, x.detach(), rows.qr.detach(), rows.freqs_cis, precision)
-            readable = selected(scores, readable, attn.indexer.topk) if select else readable
-    window, sink = attn.window_size, attn.attn_sink
-    o, mass = windowed_attention(rows.q, rows.kv, entries, readable, sink, window, attn.scale, precision)
-    y = project_output(attn, o, rows.freqs_cis, precision)
-    if scores is None or mass is None or readable is None:
-        return TrainedAttention(y, None)
-    return TrainedAttention(y, index_loss(scores, mass, readable))
-
-
-def attend_drafts(
-    attn: DeepseekV4MLAAttention, x: torch.Tensor, earlier: list[torch.Tensor], precision: AbstractContextManager
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one draft step of an MTP layer, for drafts that end at every row.
-
-    At step d, row p belongs to the drafting that began at row p - d: rows up to there have the keys of step 0, and rows
-    p - d + j after it those of step j, as in the window cache of a runner that drafts.
-
-    Args:
-        x: ``[B, S, hidden_size]``, normed inputs of this step.
-        earlier: keys ``[B, S, D]`` of each step before it.
-
-    Returns:
-        ``[B, S, hidden_size]``, and the keys of this step. Rows before row d belong to no drafting: their values are
-        finite and mean nothing.
-    """
-    rows = project(attn, x, precision)
-    keys = [*earlier, rows.kv]
-    own = None
-    if earlier:
-        newest = keys[:0:-1][: attn.window_size]
-        own = torch.stack([kv if j == 0 else delayed(kv, j) for j, kv in enumerate(newest)], 2)
-    o, _ = windowed_attention(
-        rows.q, keys[0], None, None, attn.attn_sink, attn.window_size, attn.scale, precision, own, len(earlier)
-    )
-    return project_output(attn, o, rows.freqs_cis, precision), rows.kv
-
-
-class TrainedProjections(NamedTuple):
-    """Queries and keys of whole sequences.
+@dataclass
+class WholeSequences:
+    """The step of a model that computes sequences from their first token on.
 
     Attributes:
-        q: ``[B, S, H, D]``; kv: ``[B, S, D]``; qr: ``[B, S, q_lora_rank]``, what the queries are made of.
-        freqs_cis: the rotations of all rows, ``[B * S, ...]``.
+        batch, length: sequences, and tokens of each.
+        select: read the entries that indexers select, as a running model does; otherwise all that are visible.
+        index_losses: of the layers with an indexer, in order; layers append them.
+        draft_keys: window keys of an MTP layer at each earlier draft step, to which the layer appends those of this
+            one; None outside of draft steps.
     """
 
-    q: torch.Tensor
-    kv: torch.Tensor
-    qr: torch.Tensor
-    freqs_cis: torch.Tensor
+    batch: int
+    length: int
+    select: bool = True
+    index_losses: list[Tensor] = field(default_factory=list)
+    draft_keys: list[Tensor] | None = None
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Int64 ``[B * S]``."""
+        return torch.arange(self.length, device=device).repeat(self.batch)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """``[B * S, ...]`` -> ``[B, S, ...]``."""
+        return x.unflatten(0, (self.batch, self.length))
 
 
-def project(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractContextManager) -> TrainedProjections:
-    """Queries and keys of ``x [B, S, hidden_size]``."""
-    batch, length, _ = x.shape
-    freqs_cis = attn.rope.at(torch.arange(length, device=x.device).repeat(batch))
-    with precision:
-        qr = rms_norm(F.linear(x, attn.wq_a.weight), attn.eps, attn.q_norm.weight)
-        q = rms_norm(F.linear(qr, attn.wq_b.weight).view(batch * length, attn.num_heads, -1), attn.eps)
-        q = apply_rope(q, freqs_cis).view(batch, length, attn.num_heads, -1)
-        kv = rms_norm(F.linear(x, attn.wkv.weight), attn.eps, attn.kv_norm.weight)
-        kv = apply_rope(kv.flatten(0, 1), freqs_cis).view(batch, length, -1)
-    return TrainedProjections(q, kv, qr, freqs_cis)
+def precision(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    """Context of matrix products."""
+    if dtype == torch.float32:
+        return nullcontext()
+    # without the cache of cast weights, which a captured graph must not keep
+    return torch.autocast(device.type, dtype, cache_enabled=False)
 
 
-def project_output(
-    attn: DeepseekV4MLAAttention, o: torch.Tensor, freqs_cis: torch.Tensor, precision: AbstractContextManager
-) -> torch.Tensor:
-    """``o [B, S, H, D]`` of all heads -> ``[B, S, hidden_size]``."""
-    batch, length = o.shape[:2]
-    with precision:
-        o = apply_rope(o.flatten(0, 1), freqs_cis, inverse=True).view(batch, length, attn.o_groups, -1)
-        weight = attn.wo_a.weight.view(attn.o_groups, -1, o.shape[-1])
-        z = torch.einsum("bsgi,goi->bsgo", o, weight)
-        return F.linear(z.flatten(2), attn.wo_b.weight)
+class TrainedAttention(DeepseekV4MLAAttention):
+    """The layer with gradients. Operations that V4 computes in float32 stay float32 under any ``product_dtype``.
+
+    Attributes:
+        product_dtype: of matrix products.
+    """
+
+    product_dtype = torch.float32
+
+    def forward(self, x: Tensor, positions: Tensor, step: WholeSequences) -> Tensor:
+        """Normed ``x [B * S, hidden_size]`` -> ``[B * S, hidden_size]``."""
+        own = self.input_linears[: 2 if self.compressor is None else 4]
+        with precision(x.device, self.product_dtype):
+            x = x.to(self.product_dtype)
+            qr, kv, *projected = multi_linear(x, own)
+            qr = rms_norm(qr, self.eps, self.q_norm.weight)
+            q = step.rows(query_norm_rope(self.raw_queries(self.wq_b(qr), positions)))
+            kv = rms_norm(kv, self.eps, self.kv_norm.weight)
+            kv = step.rows(apply_rope(kv, self.rope.at(positions)))
+            if step.draft_keys is not None:
+                keys = draft_keys([*step.draft_keys, kv], self.window_size)
+                step.draft_keys.append(kv)
+            else:
+                keys = [window_keys(kv, self.window_size)]
+            entries = readable = scores = None
+            if self.compressor is not None:
+                entries = compressed(self.compressor, *projected, step)
+            if entries is not None:
+                readable = visible_entries(step.length, self.compress_ratio, x.device)
+                if self.indexer is not None:
+                    scores = self.index_scores(x.detach(), qr.detach(), positions, step)
+                    readable = selected(scores, readable, self.indexer.topk) if step.select else readable
+                keys.append(entry_keys(entries, readable, self.window_size))
+            o, shares = attend_in_blocks(q, keys, self.attn_sink, self.window_size, self.scale)
+            if scores is not None:
+                step.index_losses.append(index_loss(scores, shares[..., -scores.shape[2] :].sum(2), readable))
+            return self.wo_b(self.wo_a.project(o.flatten(0, 1), positions, self.rope.cos_sin))
+
+    def index_scores(self, x: Tensor, qr: Tensor, positions: Tensor, step: WholeSequences) -> Tensor:
+        """The indexer's scores ``[B, S, E]``."""
+        values, gates, weights = multi_linear(x, self.input_linears[4:])
+        keys = compressed(self.indexer.compressor, values, gates, step)
+        queries = index_query(self.indexer.query_rows(self.indexer.wq_b(qr), weights, positions))
+        sequences = zip(step.rows(queries.q), keys, step.rows(queries.weights), strict=True)
+        return torch.stack([index_scores(q, k, w) for q, k, w in sequences])
 
 
-def compressed(module: Compressor, x: torch.Tensor, precision: AbstractContextManager) -> torch.Tensor | None:
-    """Entries ``[B, S // ratio, head_dim]`` of all windows that are complete; None if there are none."""
-    batch, length, _ = x.shape
-    ratio, dim, count = module.spec.ratio, module.head_dim, length // module.spec.ratio
+def compressed(module: Compressor, values: Tensor, scores: Tensor, step: WholeSequences) -> Tensor | None:
+    """Entries ``[B, S // ratio, head_dim]`` of all windows that are complete; None if there are none.
+
+    Args:
+        values, scores: float32 ``[B * S, width]``, as in `Compressor.part`.
+    """
+    ratio, dim = module.spec.ratio, module.head_dim
+    count = step.length // ratio
     if not count:
         return None
-    with precision:
-        values = F.linear(x[:, : count * ratio], module.wkv.weight).float()
-        scores = F.linear(x[:, : count * ratio], module.wgate.weight).float()
-    values = values.unflatten(1, (count, ratio))
-    scores = scores.unflatten(1, (count, ratio)) + module.ape
+    values, scores = (step.rows(x)[:, : count * ratio].unflatten(1, (count, ratio)) for x in (values, scores))
+    scores = scores + module.ape
     if module.spec.overlap:
-        values = torch.cat([shifted(values[..., :dim], 0.0), values[..., dim:]], 2)
-        scores = torch.cat([shifted(scores[..., :dim], float("-inf")), scores[..., dim:]], 2)
-    pooled = (scores.softmax(2) * values).sum(2)
-    with precision:
-        entries = rms_norm(pooled, module.norm.eps, module.norm.weight).flatten(0, 1)
-    positions = (torch.arange(count, device=x.device) * ratio).repeat(batch)
-    return apply_rope(entries, module.rope.at(positions)).view(batch, count, dim)
+        values, scores = (torch.cat([shifted(x[..., :dim]), x[..., dim:]], 2) for x in (values, scores))
+    # the first window has no older half
+    window, place = torch.arange(count, device=values.device), torch.arange(values.shape[2], device=values.device)
+    absent = (window.unsqueeze(1) == 0) & (place < values.shape[2] - ratio)
+    entries = rms_norm(pool_windows(values, scores, absent.unsqueeze(-1)), module.norm.eps, module.norm.weight)
+    positions = (window * ratio).repeat(step.batch)
+    return apply_rope(entries.flatten(0, 1), module.rope.at(positions)).view(step.batch, count, dim)
 
 
-def shifted(windows: torch.Tensor, first: float) -> torch.Tensor:
-    """Each window's predecessor, along dimension 1; ``first`` everywhere in the one that has none."""
-    return torch.cat([torch.full_like(windows[:, :1], first), windows[:, :-1]], 1)
-
-
-def delayed(rows: torch.Tensor, count: int) -> torch.Tensor:
+def shifted(rows: Tensor, count: int = 1) -> Tensor:
     """The row ``count`` before each, along dimension 1; zeros where there is none."""
     return torch.cat([torch.zeros_like(rows[:, :count]), rows[:, : max(0, rows.shape[1] - count)]], 1)
 
 
-def visible_entries(length: int, ratio: int, device: torch.device) -> torch.Tensor:
+def visible_entries(length: int, ratio: int, device: torch.device) -> Tensor:
     """Bool ``[1, S, S // ratio]``: query t sees entry e once its window is complete, ``e < (t + 1) // ratio``."""
     closed = (torch.arange(length, device=device) + 1) // ratio
     return (torch.arange(length // ratio, device=device) < closed.unsqueeze(1)).unsqueeze(0)
 
 
-def index_scores(
-    indexer: Indexer, x: torch.Tensor, qr: torch.Tensor, freqs_cis: torch.Tensor, precision: AbstractContextManager
-) -> torch.Tensor:
-    """The indexer's scores ``[B, S, E]``: ``sum_h weight[t, h] * relu(q[t, h] . key[e])``."""
-    batch, length, _ = x.shape
-    keys = compressed(indexer.compressor, x, precision)
-    if keys is None:
-        return torch.zeros(batch, length, 0, dtype=torch.float32, device=x.device)
-    with precision:
-        q = F.linear(qr, indexer.wq_b.weight).view(batch * length, indexer.heads, indexer.head_dim)
-        q = apply_rope(q, freqs_cis).view(batch, length * indexer.heads, indexer.head_dim)
-        weights = F.linear(x, indexer.weights_proj.weight) * indexer.scale
-        products = (q @ keys.to(q.dtype).mT).relu().view(batch * length, indexer.heads, -1)
-        return torch.bmm(weights.reshape(batch * length, 1, -1), products).view(batch, length, -1).float()
-
-
-def selected(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
+def selected(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     """Bool ``[B, S, E]``: the ``topk`` visible entries of highest score. No gradient passes through the choice."""
     batch, length, count = scores.shape
     if topk >= count:
@@ -190,7 +153,7 @@ def selected(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Te
     return marks[:, :count].view(batch, length, count)
 
 
-def index_loss(scores: torch.Tensor, mass: torch.Tensor, readable: torch.Tensor) -> torch.Tensor:
+def index_loss(scores: Tensor, mass: Tensor, readable: Tensor) -> Tensor:
     """Mean divergence of the indexer's softmax from the attention that entries got, both over readable entries.
 
     Source: DeepSeek-V3.2 (section 2.1.1): attention summed over the heads and normalised is the target of the indexer.
@@ -204,68 +167,85 @@ def index_loss(scores: torch.Tensor, mass: torch.Tensor, readable: torch.Tensor)
     return (divergence * several).sum() / several.sum().clamp_min(1)
 
 
-def windowed_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    entries: torch.Tensor | None,
-    readable: torch.Tensor | None,
-    sink: torch.Tensor,
-    window: int,
-    scale: float,
-    precision: AbstractContextManager,
-    own: torch.Tensor | None = None,
-    replaced: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One softmax over the window, the readable entries and the sink.
+class BlockKeys(NamedTuple):
+    """Keys, which are the values too, that blocks of ``window`` queries read.
 
-    Queries go in blocks of ``window``: a block's windows lie within itself and the block before it.
-
-    Args:
-        q: ``[B, S, H, D]``; kv: ``[B, S, D]``, keys and values; entries: ``[B, E, D]``, readable: bool ``[B, S, E]``.
-        own: ``[B, S, n, D]``, keys and values that a query alone reads, in place of the newest ``replaced`` rows of its
-            window; only without entries.
-
-    Returns:
-        ``[B, S, H, D]``, and the float32 attention that each entry got, summed over the heads, ``[B, S, E]``.
+    Attributes:
+        rows: ``[B, blocks, K, D]``.
+        visible: bool ``[B or 1, blocks, window, K]``.
     """
-    batch, length, heads, dim = q.shape
-    pad = -length % window
-    blocks = (length + pad) // window
-    keys = F.pad(kv, (0, 0, 0, pad)).view(batch, blocks, window, dim)
-    keys = torch.cat([shifted(keys, 0.0), keys], 2).flatten(0, 1)
-    with precision:
-        queries = F.pad(q, (0, 0, 0, 0, 0, pad)).view(batch * blocks, window * heads, dim)
-        near = (queries @ keys.mT).view(batch, blocks, window, heads, 2 * window)
-        near = near.masked_fill(~window_mask(blocks, window, q.device, replaced), float("-inf"))
-        logits = [near.view(batch, -1, heads, 2 * window)[:, :length]]
-        if entries is not None and readable is not None:
-            far = (q.flatten(1, 2) @ entries.to(q.dtype).mT).view(batch, length, heads, -1)
-            logits.append(far.masked_fill(~readable.unsqueeze(2), float("-inf")))
-        if own is not None:
-            logits.append(q @ own.mT)
-    logits = [part.float() * scale for part in logits] + [sink.view(1, 1, heads, 1).expand(batch, length, heads, 1)]
-    weights = torch.cat(logits, -1).softmax(-1)
-    beside = own.shape[2] if own is not None else 0 if entries is None else entries.shape[1]
-    near, far, _ = weights.split([2 * window, beside, 1], -1)
-    with precision:
-        rows = F.pad(near, (0, 0, 0, 0, 0, pad)).reshape(batch * blocks, window * heads, 2 * window)
-        o = (rows.to(q.dtype) @ keys).view(batch, -1, heads, dim)[:, :length]
-        if own is not None:
-            return o + far.to(q.dtype) @ own, None
-        if entries is None:
-            return o, None
-        o = o + (far.to(q.dtype).flatten(1, 2) @ entries.to(q.dtype)).view(batch, length, heads, dim)
-    return o, far.sum(2)
+
+    rows: Tensor
+    visible: Tensor
 
 
-def window_mask(blocks: int, window: int, device: torch.device, replaced: int = 0) -> torch.Tensor:
-    """Bool ``[blocks, window, 1, 2 window]``: which keys of the block before and its own a query of a block sees.
+def in_blocks(rows: Tensor, window: int) -> Tensor:
+    """``[B, S, ...]`` -> ``[B, blocks, window, ...]``, with zeros behind the sequences."""
+    pad = -rows.shape[1] % window
+    return F.pad(rows, (0, 0) * (rows.dim() - 2) + (0, pad)).unflatten(1, (-1, window))
 
-    Args:
-        replaced: the newest keys of each query's window that it does not see.
+
+def window_keys(kv: Tensor, window: int, first: int = 0, last: int | None = None) -> BlockKeys:
+    """The rows of ``kv [B, S, D]`` that lie ``first`` to ``last - 1`` (default: ``window - 1``) before each query.
+
+    They are rows of the query's own block and of the block before it.
     """
+    blocks = in_blocks(kv, window)
+    mask = window_mask(blocks.shape[1], window, kv.device, first, window if last is None else last)
+    return BlockKeys(torch.cat([shifted(blocks), blocks], 2), mask.unsqueeze(0))
+
+
+def window_mask(blocks: int, window: int, device: torch.device, first: int, last: int) -> Tensor:
+    """Bool ``[blocks, window, 2 window]``: keys of the block before and its own, ``first`` to ``last - 1`` before."""
     query = torch.arange(window, device=device).unsqueeze(1)
     key = torch.arange(2 * window, device=device)
-    seen = (key > query) & (key <= query + window - replaced)
+    before = query + window - key
     exists = (torch.arange(blocks, device=device) > 0).view(-1, 1, 1) | (key >= window)
-    return (seen & exists).unsqueeze(2)
+    return (before >= first) & (before < last) & exists
+
+
+def draft_keys(steps: list[Tensor], window: int) -> list[BlockKeys]:
+    """Keys of drafts that end at every row, at the last of some draft steps.
+
+    At step d, row p belongs to the drafting that began at row p - d: rows up to there have the keys of step 0, and rows
+    p - d + j after it those of step j, as in the window cache of a runner that drafts. Rows before row d belong to no
+    drafting: their results are finite and mean nothing.
+
+    Args:
+        steps: keys ``[B, S, D]`` of each step.
+    """
+    newest = len(steps) - 1
+    found = [window_keys(steps[0], window, newest)]
+    ages = ((newest - j, kv) for j, kv in enumerate(steps) if j)
+    return found + [window_keys(kv, window, age, age + 1) for age, kv in ages if age < window]
+
+
+def entry_keys(entries: Tensor, readable: Tensor, window: int) -> BlockKeys:
+    """``entries [B, E, D]`` for every block; readable: bool ``[B or 1, S, E]``."""
+    visible = in_blocks(readable, window)
+    return BlockKeys(entries.unsqueeze(1).expand(-1, visible.shape[1], -1, -1), visible)
+
+
+def attend_in_blocks(
+    q: Tensor, keys: list[BlockKeys], sink: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One softmax over all ``keys`` and the sink.
+
+    Args:
+        q: ``[B, S, H, D]``; every query sees a key.
+
+    Returns:
+        ``[B, S, H, D]``, and the float32 share of attention that each key got, ``[B, S, H, K]``, without gradient.
+    """
+    batch, length, heads, dim = q.shape
+    queries = in_blocks(q, window)
+    blocks = queries.shape[1]
+    rows = torch.cat([part.rows.to(q.dtype) for part in keys], 2).flatten(0, 1)
+    visible = torch.cat([part.visible.expand(batch, -1, -1, -1) for part in keys], 3).flatten(0, 1)
+    result = softmax_block(
+        queries.view(batch * blocks, window * heads, dim).float() * scale, rows, visible.repeat_interleave(heads, 1),
+        sink.repeat(window), dim, torch.float32,
+    )  # fmt: skip
+    shares = (result.weights * result.factor).detach()
+    out, shares = (x.view(batch, blocks * window, heads, -1)[:, :length] for x in (result.out, shares))
+    return out.to(q.dtype), shares

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepseek_attn.kernels.common.dispatch import reference_ops
-from deepseek_attn.lab.training.attention import attend_drafts, delayed
+from deepseek_attn.lab.training.attention import WholeSequences, shifted
 from deepseek_attn.lab.training.forward import DenseModel
-from deepseek_attn.models.hyper_connection import collapse_streams, hc_post, hc_pre, hyper_connection
+from deepseek_attn.models.hyper_connection import collapse_streams
 
 
 class Drafts(NamedTuple):
@@ -53,33 +53,21 @@ class DraftModel(nn.Module):
         Args:
             depth: drafts from every row.
         """
-        model, config = self.dense.model, self.dense.model.config
-        layer, precision = model.mtp["0"], self.dense.precision(token_ids.device)
-        batch, length = token_ids.shape[0], token_ids.shape[1] - 1
-        next_ids = token_ids[:, 1:].flatten()
+        model = self.dense.model
+        layer, step = model.mtp["0"], WholeSequences(token_ids.shape[0], token_ids.shape[1] - 1, draft_keys=[])
+        next_ids, positions = token_ids[:, 1:].flatten(), step.positions(token_ids.device)
         with torch.no_grad():
             dense = self.dense(token_ids)
-            streams = dense.streams.view(batch, length + 1, config.hc_mult, -1)[:, :-1]
-            embedded, head = F.embedding(next_ids, model.embed.weight), model.head.weight.detach().float()
+            streams = dense.streams.unflatten(0, token_ids.shape)[:, :-1]
+            embedded, head = model.embed(next_ids), model.head.weight.detach().float()
+        logits, loads = [], []
         with reference_ops():
-            with precision:
-                e = F.linear(layer.enorm(embedded), layer.e_proj.weight).float()
-            logits, keys, loads = [], [], []
             for draft in range(depth):
-                before = delayed(streams, 1) if draft else streams
-                with precision:
-                    h = F.linear(layer.hnorm(before.flatten(0, 1)), layer.h_proj.weight).float()
-                mixed = e.unsqueeze(1) + h
-                x, post, comb = hc_pre(mixed, hyper_connection(layer, "attn", config))
-                x = layer.attn_norm(x).view(batch, length, -1)
-                y, kv = attend_drafts(layer.attn, x, keys, precision)
-                mixed, load = self.dense.experts(
-                    layer, hc_post(y.flatten(0, 1), mixed, post, comb), next_ids, precision
-                )
-                logits.append(F.linear(collapse_streams(layer, mixed, config).float(), head).view(batch, length, -1))
-                streams = mixed.view(batch, length, config.hc_mult, -1)
-                keys.append(kv)
-                loads.append(load)
+                before = shifted(streams) if draft else streams
+                streams = layer.draft(before.flatten(0, 1), embedded, next_ids, positions, step)
+                logits.append(step.rows(F.linear(collapse_streams(layer, streams, model.config), head)))
+                streams = step.rows(streams)
+                loads.append(layer.ffn.load)
         return Drafts(dense.logits, logits, torch.stack(loads).mean(0, keepdim=True))
 
 
@@ -115,7 +103,7 @@ def count_accepted(drafts: Drafts, counted: torch.Tensor) -> torch.Tensor:
     greedy = drafts.backbone[:, 1:].argmax(-1)
     alive, counts = torch.ones_like(counted), []
     for draft, logits in enumerate(drafts.logits):
-        tried = delayed(alive, 1) if draft else alive
+        tried = shifted(alive) if draft else alive
         alive = tried & (logits.argmax(-1) == greedy)
         counts.append(torch.stack([(alive & counted).sum(), (tried & counted).sum()]))
     return torch.stack(counts)

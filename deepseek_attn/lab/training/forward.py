@@ -1,8 +1,7 @@
-"""A V4 model over whole sequences with gradients: the modules of `models.deepseek_v4`, driven without caches."""
+"""A V4 model with gradients: `models.deepseek_v4` whose attention and experts compute whole sequences."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -10,12 +9,62 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepseek_attn.kernels.common.dispatch import reference_ops
-from deepseek_attn.kernels.moe.reference import swiglu
-from deepseek_attn.lab.training.attention import attend
+from deepseek_attn.kernels.moe import swiglu
+from deepseek_attn.lab.training.attention import TrainedAttention, WholeSequences, precision
 from deepseek_attn.models.block import Block
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
-from deepseek_attn.models.hyper_connection import collapse_streams, hc_post, hc_pre, hyper_connection
 from deepseek_attn.models.moe import MoE
+from deepseek_attn.models.mtp import MTPLayer
+
+
+class TrainedMoE(MoE):
+    """The experts with gradients: every expert computes every token, with weight 0 where it was not chosen.
+
+    For the few, narrow experts of a small model, three plain matrix products are faster than sorting tokens by expert.
+    The op `moe_experts` reads the number of tokens of each expert on the host, which a captured CUDA graph cannot, and
+    its plain torch takes the weights of few tokens as Python numbers, through which no gradient passes.
+
+    Attributes:
+        product_dtype: of matrix products.
+        load: float32 ``[experts]``, the share of tokens that each expert got in the last call.
+    """
+
+    product_dtype = torch.float32
+    load: torch.Tensor
+
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """``x [T, hidden_size]``, ``token_ids [T]`` -> ``[T, hidden_size]``."""
+        chosen, share = self.gate(x, token_ids)
+        experts = self.experts
+        weights = torch.zeros(len(x), experts.count, device=x.device, dtype=torch.float32).scatter(1, chosen, share)
+        self.load = (weights > 0).float().mean(0)
+        with precision(x.device, self.product_dtype):
+            gate = F.linear(x, experts.w1.weight.flatten(0, 1)).unflatten(-1, (experts.count, -1))
+            up = F.linear(x, experts.w3.weight.flatten(0, 1)).unflatten(-1, (experts.count, -1))
+            hidden = swiglu(gate, up, experts.limit) * weights.unsqueeze(-1)
+            y = F.linear(hidden.flatten(1), experts.w2.weight.transpose(0, 1).flatten(1))
+            return y + self.shared_experts(x.to(self.product_dtype))
+
+
+class TrainedBlock(Block):
+    """A block with gradients."""
+
+    attention_class = TrainedAttention
+    experts_class = TrainedMoE
+
+
+class TrainedMTPLayer(MTPLayer):
+    """The MTP layer with gradients."""
+
+    attention_class = TrainedAttention
+    experts_class = TrainedMoE
+
+
+class TrainedModel(DeepseekV4):
+    """The model with gradients: the step of a call is `WholeSequences`."""
+
+    block_class = TrainedBlock
+    mtp_class = TrainedMTPLayer
 
 
 class Dense(NamedTuple):
@@ -35,7 +84,7 @@ class Dense(NamedTuple):
 
 
 class DenseModel(nn.Module):
-    """Drives a model's own modules over ``[B, S]`` tokens, every operation differentiable.
+    """Calls a model with ``[B, S]`` tokens, every operation differentiable.
 
     Args:
         model: the whole backbone, its weights dequantised; an MTP layer is left to `drafts.DraftModel`.
@@ -43,9 +92,12 @@ class DenseModel(nn.Module):
             float32 in any case.
     """
 
-    def __init__(self, model: DeepseekV4, dtype: torch.dtype = torch.float32):
+    def __init__(self, model: TrainedModel, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.model, self.dtype = model, dtype
+        self.model = model
+        for module in model.modules():
+            if isinstance(module, TrainedAttention | TrainedMoE):
+                module.product_dtype = dtype
 
     def forward(self, token_ids: torch.Tensor, select: bool = True) -> Dense:
         """``token_ids`` int64 ``[B, S]``.
@@ -53,65 +105,9 @@ class DenseModel(nn.Module):
         Args:
             select: read the entries that indexers select; otherwise all of them.
         """
-        model, config = self.model, self.model.config
-        batch, length = token_ids.shape
-        precision = self.precision(token_ids.device)
-        flat = token_ids.flatten()
-        streams = F.embedding(flat, model.embed.weight).unsqueeze(1).repeat(1, config.hc_mult, 1)
-        index_loss, loads = streams.new_zeros(()), []
+        step = WholeSequences(*token_ids.shape, select=select)
         with reference_ops():
-            for block in model.layers.values():
-                streams, loss = self.attention(block, streams, (batch, length), precision, select)
-                index_loss = index_loss if loss is None else index_loss + loss
-                streams, load = self.experts(block, streams, flat, precision)
-                loads.append(load)
-            logits = F.linear(collapse_streams(model, streams, config).float(), model.head.weight.float())
-        return Dense(logits.view(batch, length, -1), index_loss, torch.stack(loads), streams)
-
-    def precision(self, device: torch.device) -> AbstractContextManager:
-        """Context of matrix products."""
-        if self.dtype == torch.float32:
-            return nullcontext()
-        # without the cache of cast weights, which a captured graph must not keep
-        return torch.autocast(device.type, self.dtype, cache_enabled=False)
-
-    def attention(
-        self,
-        block: Block,
-        streams: torch.Tensor,
-        shape: tuple[int, int],
-        precision: AbstractContextManager,
-        select: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        config = block.config
-        x, post, comb = hc_pre(streams, hyper_connection(block, "attn", config))
-        y, loss = attend(block.attn, block.attn_norm(x).view(*shape, -1), precision, select)
-        return hc_post(y.flatten(0, 1), streams, post, comb), loss
-
-    def experts(
-        self, block: Block, streams: torch.Tensor, token_ids: torch.Tensor, precision: AbstractContextManager
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, post, comb = hc_pre(streams, hyper_connection(block, "ffn", block.config))
-        y, load = mixture(block.ffn, block.ffn_norm(x), token_ids, precision)
-        return hc_post(y, streams, post, comb), load
-
-
-def mixture(
-    moe: MoE, x: torch.Tensor, token_ids: torch.Tensor, precision: AbstractContextManager
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``moe`` over ``x [T, hidden_size]`` -> ``[T, hidden_size]`` and the share of tokens per expert ``[experts]``.
-
-    Every expert computes every token, with weight 0 where it was not chosen: for the few, narrow experts of a small
-    model, three plain matrix products are faster than sorting tokens by expert.
-    """
-    chosen, share = moe.gate(x, token_ids)
-    weights = torch.zeros(len(x), moe.experts.count, device=x.device, dtype=torch.float32).scatter(1, chosen, share)
-    experts, shared = moe.experts, moe.shared_experts
-    with precision:
-        gate = F.linear(x, experts.w1.weight.flatten(0, 1)).unflatten(-1, (experts.count, -1))
-        up = F.linear(x, experts.w3.weight.flatten(0, 1)).unflatten(-1, (experts.count, -1))
-        hidden = swiglu(gate, up, experts.limit) * weights.unsqueeze(-1)
-        y = F.linear(hidden.flatten(1), experts.w2.weight.transpose(0, 1).flatten(1))
-        hidden = swiglu(F.linear(x, shared.w1.weight), F.linear(x, shared.w3.weight), shared.limit)
-        y = y + F.linear(hidden, shared.w2.weight)
-    return y, (weights > 0).float().mean(0)
+            streams = self.model(token_ids.flatten(), step.positions(token_ids.device), step)
+            logits = step.rows(self.model.logits(streams))
+        index_loss = sum(step.index_losses, start=streams.new_zeros(()))
+        return Dense(logits, index_loss, torch.stack([block.ffn.load for block in self.model.layers.values()]), streams)

@@ -14,8 +14,8 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
 from deepseek_attn.kernels.common.quant import dequantize_fp4, dequantize_fp8_block, quantize_fp4, quantize_fp8_block
+from deepseek_attn.lab.training.forward import TrainedModel
 from deepseek_attn.models.block import BuildContext
-from deepseek_attn.models.deepseek_v4 import DeepseekV4
 
 EMBED_STD, HEAD_STD, STREAM_STD = 0.3, 0.02, 0.02
 # Streams start as plain residuals: each sublayer reads mostly one of them, writes to all, and barely mixes them.
@@ -24,7 +24,9 @@ PICK, KEEP, MIX = 2.0, 3.0, 0.1
 OUTPUTS = ("wo_b.weight", "w2.weight")
 
 
-def build_model(config: ModelConfig, source: CheckpointSource, device: torch.device, max_positions: int) -> DeepseekV4:
+def build_model(
+    config: ModelConfig, source: CheckpointSource, device: torch.device, max_positions: int
+) -> TrainedModel:
     """The model in float32, loaded from any checkpoint; its float parameters require gradients.
 
     The router's bias does not: it steers the choice of experts only, and `balance` sets it.
@@ -43,7 +45,7 @@ def build_model(config: ModelConfig, source: CheckpointSource, device: torch.dev
     context = BuildContext(
         config, get_numerics("exact"), torch.float32, device, DeepseekV4ReferenceSparseImpl, max_positions
     )
-    model = DeepseekV4(context)
+    model = TrainedModel(context)
     report = load_model(model, source, progress=False)
     if config.mtp_layers and not report.mtp_loaded:
         raise ValueError(

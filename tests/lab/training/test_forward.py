@@ -97,16 +97,29 @@ def test_selected_keeps_the_best_visible_entries():
     assert selected(scores, visible, 4) is visible
 
 
-def test_window_mask_by_definition():
+@pytest.mark.parametrize(("first", "last"), [(0, 3), (1, 3), (1, 2), (3, 3)])
+def test_window_mask_by_definition(first, last):
     window, blocks = 3, 3
-    mask = window_mask(blocks, window, CPU).squeeze(2)
+    mask = window_mask(blocks, window, CPU, first, last)
     for block in range(blocks):
         for i in range(window):
             query = block * window + i
             keys = [(block - 1) * window + j for j in range(2 * window) if mask[block, i, j]]
-            assert keys == [k for k in range(query - window + 1, query + 1) if k >= 0]
+            assert keys == [k for k in range(query - last + 1, query - first + 1) if k >= 0]
 
 
-def test_shifted_windows():
+def test_shifted_rows():
     rows = torch.arange(6.0).view(1, 3, 2)
-    assert shifted(rows, -1.0).tolist() == [[[-1.0, -1.0], [0.0, 1.0], [2.0, 3.0]]]
+    assert shifted(rows).tolist() == [[[0.0, 0.0], [0.0, 1.0], [2.0, 3.0]]]
+    assert shifted(rows, 2).tolist() == [[[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]]
+
+
+def test_matrix_products_in_bfloat16_leave_the_rest_in_float32():
+    """As on a GPU: logits and every gradient are float32, and a few percent from those of float32 products."""
+    config = small_config([0, 4])
+    model, tokens = build_model(config, RandomSource(config, 1), CPU, 40), torch.tensor([prompt(config, 40, 0)])
+    exact = DenseModel(model)(tokens).logits.detach()
+    logits = DenseModel(model, torch.bfloat16)(tokens).logits
+    logits.square().mean().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    assert 1e-4 < float((logits - exact).norm() / exact.norm()) < 0.1
