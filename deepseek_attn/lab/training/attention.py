@@ -167,7 +167,7 @@ def index_loss(scores: Tensor, mass: Tensor, readable: Tensor) -> Tensor:
     return (divergence * several).sum() / several.sum().clamp_min(1)
 
 
-class BlockKeys(NamedTuple):
+class VisibleKeys(NamedTuple):
     """Keys, which are the values too, that blocks of ``window`` queries read.
 
     Attributes:
@@ -185,14 +185,14 @@ def in_blocks(rows: Tensor, window: int) -> Tensor:
     return F.pad(rows, (0, 0) * (rows.dim() - 2) + (0, pad)).unflatten(1, (-1, window))
 
 
-def window_keys(kv: Tensor, window: int, first: int = 0, last: int | None = None) -> BlockKeys:
+def window_keys(kv: Tensor, window: int, first: int = 0, last: int | None = None) -> VisibleKeys:
     """The rows of ``kv [B, S, D]`` that lie ``first`` to ``last - 1`` (default: ``window - 1``) before each query.
 
     They are rows of the query's own block and of the block before it.
     """
     blocks = in_blocks(kv, window)
     mask = window_mask(blocks.shape[1], window, kv.device, first, window if last is None else last)
-    return BlockKeys(torch.cat([shifted(blocks), blocks], 2), mask.unsqueeze(0))
+    return VisibleKeys(torch.cat([shifted(blocks), blocks], 2), mask.unsqueeze(0))
 
 
 def window_mask(blocks: int, window: int, device: torch.device, first: int, last: int) -> Tensor:
@@ -204,7 +204,7 @@ def window_mask(blocks: int, window: int, device: torch.device, first: int, last
     return (before >= first) & (before < last) & exists
 
 
-def draft_keys(steps: list[Tensor], window: int) -> list[BlockKeys]:
+def draft_keys(steps: list[Tensor], window: int) -> list[VisibleKeys]:
     """Keys of drafts that end at every row, at the last of some draft steps.
 
     At step d, row p belongs to the drafting that began at row p - d: rows up to there have the keys of step 0, and rows
@@ -220,14 +220,14 @@ def draft_keys(steps: list[Tensor], window: int) -> list[BlockKeys]:
     return found + [window_keys(kv, window, age, age + 1) for age, kv in ages if age < window]
 
 
-def entry_keys(entries: Tensor, readable: Tensor, window: int) -> BlockKeys:
+def entry_keys(entries: Tensor, readable: Tensor, window: int) -> VisibleKeys:
     """``entries [B, E, D]`` for every block; readable: bool ``[B or 1, S, E]``."""
     visible = in_blocks(readable, window)
-    return BlockKeys(entries.unsqueeze(1).expand(-1, visible.shape[1], -1, -1), visible)
+    return VisibleKeys(entries.unsqueeze(1).expand(-1, visible.shape[1], -1, -1), visible)
 
 
 def attend_in_blocks(
-    q: Tensor, keys: list[BlockKeys], sink: Tensor, window: int, scale: float
+    q: Tensor, keys: list[VisibleKeys], sink: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """One softmax over all ``keys`` and the sink.
 
