@@ -24,6 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-ids", required=True, metavar="FILE", help="JSON: a list of token-id lists")
     parser.add_argument("--out", required=True, metavar="FILE", help="safetensors file to write")
     parser.add_argument(
+        "--records",
+        metavar="DIR",
+        help="also write the experts and selected entries of list i to i.safetensors in this folder",
+    )
+    parser.add_argument(
+        "--replay", metavar="DIR", help="compute with the experts and entries of --records in this folder"
+    )
+    parser.add_argument(
         "--chunk-size", type=int, metavar="N", help="new tokens per sequence and step (1: token by token)"
     )
     parser.add_argument(
@@ -52,6 +60,10 @@ def run(args: argparse.Namespace) -> None:
         from deepseek_attn.runner.model_runner import ModelRunner
     from deepseek_attn.utils.files import check_output, write_tensors
 
+    if args.mtp and (args.records is not None or args.replay is not None):
+        raise ValueError("--mtp: the MTP layer's choices are not recorded; run it without --records and --replay")
+    if args.logprobs is not None and args.records is not None:
+        raise ValueError("--records beside --logprobs: run score twice, once with each")
     if args.mtp and args.layers:
         raise ValueError(
             "--mtp needs the whole model: the MTP layer reads the hidden states of the last layer; drop --layers"
@@ -65,19 +77,27 @@ def run(args: argparse.Namespace) -> None:
     prompts = read_token_lists(Path(args.token_ids))
     runner = ModelRunner.from_pretrained(args.model, layers=args.layers, **runner_options(args))
     show_report(runner, args)
+    total = f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}"
+    replay = None if args.replay is None else [f"{args.replay}/{i}.safetensors" for i in range(len(prompts))]
     if args.logprobs is not None:
-        tensors = logprobs_tensors(runner.score_logprobs(prompts, args.logprobs, args.chunk_size, progress=True))
-        write_tensors(out, tensors)
-        show(f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}")
+        scored = runner.score_logprobs(prompts, args.logprobs, args.chunk_size, replay=replay, progress=True)
+        write_tensors(out, logprobs_tensors(scored))
+        show(total)
         return
+    drafts = []
     if args.mtp:
         logits, drafts = runner.score_mtp(prompts, args.chunk_size, progress=True)
+    elif args.records is not None:
+        record = runner.record_options(routes=True, selections=any(spec.has_indexer for spec in runner.config.layers))
+        logits, _ = runner.score_records(
+            prompts, record, args.chunk_size, directory=args.records, replay=replay, progress=True
+        )
     else:
-        logits, drafts = runner.score(prompts, args.chunk_size, progress=True), []
+        logits = runner.score(prompts, args.chunk_size, replay=replay, progress=True)
     tensors = {str(i): rows for i, rows in enumerate(logits)}
     tensors |= {f"{i}.mtp": rows for i, rows in enumerate(drafts)}
     write_tensors(out, tensors)
-    show(f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}")
+    show(total)
 
 
 def logprobs_tensors(texts: list[TokenLogprobs]) -> dict[str, torch.Tensor]:

@@ -355,6 +355,17 @@ def test_other_json_in_a_stream_leaves_what_was_written(command, monkeypatch, ca
     assert [record["index"] for record in by_index(lines_of())] == list(range(6))
 
 
+def test_lines_have_log_probabilities(command):
+    write_prompts("prompts", ["It is", json.dumps({"prompt": "She was", "logprobs": 0})])
+    assert main([*command, "--logprobs", "2", "--prompt-logprobs", "1"]) == 0
+    first, second = by_index(lines_of())
+    for line, top in ((first, 2), (second, 0)):
+        assert line["logprobs"]["token_ids"] == line["token_ids"]
+        assert all(value <= 0 for value in line["logprobs"]["logprobs"])
+        assert [len(ids) for ids in line["logprobs"]["top_ids"]] == [top] * len(line["token_ids"])
+        assert len(line["prompt_logprobs"]["logprobs"]) >= 1
+
+
 def test_a_system_message_is_written_into_the_messages(command, capsys):
     write_prompts("prompts", ["hi", json.dumps(TURNS)])
     assert main([*command, "--chat", "--system", "be brief"]) == 2

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 import deepseek_attn
-from deepseek_attn import ModelRunner
+from deepseek_attn import ModelConfig, ModelRunner
 from deepseek_attn.cli import main
 from deepseek_attn.cli.options import parse_bytes
+from deepseek_attn.runner import TokenRecords
 from tests.support.small_models import three_layers
 
 IMPORTS = """
@@ -107,6 +108,26 @@ def test_wrong_flags_for_log_probabilities(checkpoint, tmp_path, capsys, flags, 
     assert code == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_scores_with_the_records_of_another_run(checkpoint, tmp_path):
+    """Records change the logits of other weights' choices, and none of their own."""
+    lists, records = [[*range(200, 290)], [4, 9]], str(tmp_path / "records")
+    code, out = score(checkpoint, tmp_path, lists, "--records", records)
+    assert code == 0
+    own = load_file(out)
+    changed = TokenRecords.load(f"{records}/0.safetensors")
+    changed.experts.copy_((changed.experts + 1) % ModelConfig.from_pretrained(checkpoint).n_routed_experts)
+    code, out = score(checkpoint, tmp_path, lists, "--replay", records)
+    assert code == 0
+    again = load_file(out)
+    assert all(torch.equal(own[name], again[name]) for name in own)
+    changed.save(f"{records}/0.safetensors")
+    code, out = score(checkpoint, tmp_path, lists, "--replay", records)
+    assert code == 0
+    other = load_file(out)
+    assert not torch.equal(own["0"], other["0"])
+    assert torch.equal(own["1"], other["1"])
 
 
 def test_deterministic_scores_in_any_chunks(checkpoint, tmp_path):
