@@ -41,7 +41,7 @@ FLOORS = (
     ("runner",),
     ("engine", "estimates", "testing"),
     ("cli",),
-    ("lab.inspect", "lab.training", "lab.bench"),
+    ("lab.inspect", "lab.training", "lab.bench", "lab.lm_eval"),
     ("lab.experiments",),
     ("lab.commands",),
 )
@@ -360,6 +360,7 @@ def test_a_family_of_kernels_needs_no_triton(family):
 
 
 NEEDS_MORE = {  # by what they are for
+    "deepseek_attn.lab.lm_eval.model": "lm_eval",
     "deepseek_attn.runner.ahead.pool": "triton",
     "deepseek_attn.runner.ahead.recording": "triton",
     "deepseek_attn.cli.plan_table": "triton",
