@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.attention.compressor import Compressor
+from deepseek_attn.attention.indexer import Indexer
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.kernels.attention.reference import softmax_block
 from deepseek_attn.kernels.common.norm_rope import apply_rope, rms_norm
@@ -85,39 +86,36 @@ class TrainedAttention(DeepseekV4MLAAttention):
                 step.draft_keys.append(kv)
             else:
                 keys = [window_keys(kv, self.window_size)]
-            entries = readable = scores = None
-            if self.compressor is not None:
-                entries = compressed(self.compressor, *projected, step)
-            if entries is not None:
+            readable = scores = None
+            if self.compressor is not None and step.length >= self.compress_ratio:
+                entries = compressed(self.compressor, projected[0], projected[1], step)
                 readable = visible_entries(step.length, self.compress_ratio, x.device)
                 if self.indexer is not None:
-                    scores = self.index_scores(x.detach(), qr.detach(), positions, step)
+                    scores = self.index_scores(self.indexer, x.detach(), qr.detach(), positions, step)
                     readable = selected(scores, readable, self.indexer.topk) if step.select else readable
                 keys.append(entry_keys(entries, readable, self.window_size))
             o, shares = attend_in_blocks(q, keys, self.attn_sink, self.window_size, self.scale)
-            if scores is not None:
+            if scores is not None and readable is not None:
                 step.index_losses.append(index_loss(scores, shares[..., -scores.shape[2] :].sum(2), readable))
             return self.wo_b(self.wo_a.project(o.flatten(0, 1), positions, self.rope.cos_sin))
 
-    def index_scores(self, x: Tensor, qr: Tensor, positions: Tensor, step: WholeSequences) -> Tensor:
+    def index_scores(self, indexer: Indexer, x: Tensor, qr: Tensor, positions: Tensor, step: WholeSequences) -> Tensor:
         """The indexer's scores ``[B, S, E]``."""
         values, gates, weights = multi_linear(x, self.input_linears[4:])
-        keys = compressed(self.indexer.compressor, values, gates, step)
-        queries = index_query(self.indexer.query_rows(self.indexer.wq_b(qr), weights, positions))
+        keys = compressed(indexer.compressor, values, gates, step)
+        queries = index_query(indexer.query_rows(indexer.wq_b(qr), weights, positions))
         sequences = zip(step.rows(queries.q), keys, step.rows(queries.weights), strict=True)
         return torch.stack([index_scores(q, k, w) for q, k, w in sequences])
 
 
-def compressed(module: Compressor, values: Tensor, scores: Tensor, step: WholeSequences) -> Tensor | None:
-    """Entries ``[B, S // ratio, head_dim]`` of all windows that are complete; None if there are none.
+def compressed(module: Compressor, values: Tensor, scores: Tensor, step: WholeSequences) -> Tensor:
+    """Entries ``[B, S // ratio, head_dim]`` of all windows that are complete; there must be one.
 
     Args:
         values, scores: float32 ``[B * S, width]``, as in `Compressor.part`.
     """
     ratio, dim = module.spec.ratio, module.head_dim
     count = step.length // ratio
-    if not count:
-        return None
     values, scores = (step.rows(x)[:, : count * ratio].unflatten(1, (count, ratio)) for x in (values, scores))
     scores = scores + module.ape
     if module.spec.overlap:
