@@ -6,6 +6,7 @@ Nothing is allocated and no GPU is needed. One layer of each kind stands for all
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -28,10 +29,15 @@ from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes, repre
 from deepseek_attn.runner.graphs import length_bucket
 from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp, powers
-from deepseek_attn.utils.allocations import MIB, AllocationTrace, CachingAllocator, Event
+from deepseek_attn.utils.allocations import MIB, AllocationTrace, Event, held, rounded
 
 CUBLAS_WORKSPACE = 32 * MIB  # of a stream that cuBLAS computes on, as torch chooses it for Hopper and later
 CUBLAS_WORKSPACE_BEFORE_HOPPER = 8 * MIB + 128 * 1024
+GAPS = 0.3
+"""Memory that PyTorch's allocator reserves without an allocation, as a share of the largest step: 0.24 to 0.30 were
+measured on an H200 (docs/data/h200_memory.json)."""
+SEGMENTS = {2 * MIB: range(1, MIB + 1), 20 * MIB: range(MIB + 1, 1 << 62)}
+"""What PyTorch's allocator asks the driver for, by the sizes of the blocks that it cuts from it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class RunnerMemory:
         graphs: persistent tensors of decode steps: block tables, inputs, and the memory pool that captured steps share.
         step: the largest allocation of a step, and the part of it that stays until the next step.
         cublas: the workspace of cuBLAS.
-        allocator: memory that PyTorch's allocator reserves without an allocation: gaps that no later block fits into.
+        allocator: `GAPS` of the step: what PyTorch's allocator reserves without an allocation.
     """
 
     weights: int
@@ -106,34 +112,22 @@ def _count(trace: AllocationTrace, request: RunnerRequest, copies: dict[str, int
     drafted = runner.graphs.tables.tables.values() if runner.graphs else ()
     tables = {key for table in drafted if (key := trace.key(table)) is not None}
     loaded = dict(trace.living)
-    weights, buffers, allocator = 0, COUNTER_BYTES, CachingAllocator()
+    weights, buffers = 0, COUNTER_BYTES
     for key, size in loaded.items():
-        count = copies.get(owners.get(key, ""), 1)
         if key in owners:
-            weights += count * size
+            weights += copies.get(owners[key], 1) * size
         elif key not in pools and key not in tables:
             buffers += size
-        if key not in pools:
-            for copy in range(count):
-                allocator.allocate((copy, key), size)
-    for pool in layout.pools:
-        allocator.allocate(pool, layout.pages[pool.group] * pool.page_bytes)
-    allocator.allocate("counters", COUNTER_BYTES)
     cublas = CUBLAS_WORKSPACE if request.gpu.capability >= (9, 0) else CUBLAS_WORKSPACE_BEFORE_HOPPER
-    allocator.allocate("cublas", cublas)
     warm_up = WarmUp(runner, request.num_drafts)
     with runner.op_settings(), torch.inference_mode():
-        begin, base = len(trace.events), trace.nbytes
+        base = trace.nbytes
         trace.reset_peak()
         for rows in largest_steps(warm_up):
             warm_up.prefill(rows)
         step = trace.peak - base
-        allocator.replay(trace.events[begin:])
-        fixed = weights + layout.nbytes() + buffers + sum(loaded[key] for key in tables) + cublas
         graphs = sum(loaded[key] for key in tables) + _graphs(trace, warm_up)
-    return RunnerMemory(
-        weights, layout.nbytes(), buffers, graphs, step, cublas, max(0, allocator.reserved - fixed - step)
-    )
+    return RunnerMemory(weights, layout.nbytes(), buffers, graphs, step, cublas, round(GAPS * step))
 
 
 def largest_steps(warm_up: WarmUp) -> list[list[tuple[int, int]]]:
@@ -156,7 +150,8 @@ def _graphs(trace: AllocationTrace, warm_up: WarmUp) -> int:
     Steps are run for the longest sequences, and for a batch size between two powers of two as for the next larger one
     that is run, with allocations in proportion.
     """
-    runner, pool, inputs = warm_up.runner, CachingAllocator(), 0
+    runner, inputs = warm_up.runner, 0
+    kept, peak = dict.fromkeys(SEGMENTS, 0.0), dict.fromkeys(SEGMENTS, 0.0)
     if runner.graphs is None:
         return 0
     limit = runner.layout.max_model_len
@@ -177,13 +172,16 @@ def _graphs(trace: AllocationTrace, warm_up: WarmUp) -> int:
             step.forward()
             runs.append(trace.events[begin:])
         for requests in (*smaller, batch):
+            share = requests / batch
             inputs += lengths * made * requests // batch
-            for length in range(lengths):
-                for events in runs:
-                    scaled = (Event(key, -(-nbytes * requests // batch)) for key, nbytes in events)
-                    pool.replay(scaled, (requests, length))
+            for events in runs:
+                scaled = [Event(key, math.ceil(nbytes * share)) for key, nbytes in events]
+                for segment, limits in SEGMENTS.items():
+                    run = held(event for event in scaled if not event.nbytes or event.nbytes in limits)
+                    kept[segment] += lengths * run.kept
+                    peak[segment] = max(peak[segment], run.peak - run.kept)
         smaller = []
-    return inputs + pool.reserved
+    return inputs + sum(rounded(round(kept[segment] + peak[segment]), segment) for segment in SEGMENTS)
 
 
 def _owners(trace: AllocationTrace, model: nn.Module, pools: set[int | None]) -> dict[int, str]:

@@ -1,9 +1,8 @@
-"""Allocations of tensors as they happen, on any device, and the segments that CUDA's caching allocator would make."""
+"""Allocations of tensors as they happen, on any device."""
 
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -77,90 +76,20 @@ def rounded(nbytes: int, multiple: int = BLOCK) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-class _Block:
-    """A block of a segment; ``None`` neighbours mark the segment's ends."""
+class Held(NamedTuple):
+    """Bytes of allocations: what lives in the end (``kept``), and the most that lived at a time (``peak``)."""
 
-    def __init__(self, address: int, size: int, small: bool, previous: _Block | None = None):
-        self.address, self.size, self.small = address, size, small
-        self.previous = previous
-        self.following: _Block | None = None
-        self.free = False
+    kept: int
+    peak: int
 
 
-class CachingAllocator:
-    """PyTorch's caching allocator on one stream, with its default settings and endless memory.
-
-    Small blocks, up to 1 MiB, come from segments of 2 MiB; others from segments of 20 MiB or, from 10 MiB on, of their
-    own size. A free block is split and merged with its neighbours; segments are kept.
-
-    Attributes:
-        reserved: bytes of all segments.
-    """
-
-    def __init__(self):
-        self.reserved = 0
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), by whether small
-        self._blocks: dict[int, _Block] = {}  # free ones by address
-        self._used: dict[object, _Block] = {}
-
-    def replay(self, events: Iterable[Event], name: object = None) -> None:
-        """Allocates and frees in this order. A free without an allocation under this ``name`` is ignored."""
-        for key, nbytes in events:
-            if nbytes:
-                self.allocate((name, key), nbytes)
-            elif (name, key) in self._used:
-                self.free((name, key))
-
-    def allocate(self, key: object, nbytes: int) -> None:
-        size = rounded(nbytes)
-        small = size <= MIB
-        found = bisect_left(self._free[small], (size, 0))
-        if found < len(self._free[small]):
-            _, address = self._free[small].pop(found)
-            block = self._blocks.pop(address)
-        else:
-            block = _Block(self.reserved, segment_size(size), small)
-            self.reserved += block.size
-        rest = block.size - size
-        if rest >= BLOCK if small else rest > MIB:
-            tail = _Block(block.address + size, rest, small, block)
-            _join(tail, block.following)
-            block.size, block.following = size, tail
-            self._put_back(tail)
-        block.free = False
-        self._used[key] = block
-
-    def free(self, key: object) -> None:
-        block = self._used.pop(key)
-        if block.previous is not None and block.previous.free:
-            before = self._take(block.previous)
-            before.size += block.size
-            _join(before, block.following)
-            block = before
-        if block.following is not None and block.following.free:
-            after = self._take(block.following)
-            block.size += after.size
-            _join(block, after.following)
-        self._put_back(block)
-
-    def _take(self, block: _Block) -> _Block:
-        self._free[block.small].remove((block.size, block.address))
-        return self._blocks.pop(block.address)
-
-    def _put_back(self, block: _Block) -> None:
-        block.free = True
-        insort(self._free[block.small], (block.size, block.address))
-        self._blocks[block.address] = block
-
-
-def _join(block: _Block, following: _Block | None) -> None:
-    block.following = following
-    if following is not None:
-        following.previous = block
-
-
-def segment_size(nbytes: int) -> int:
-    """Bytes that the caching allocator requests from the driver for a block that fits nowhere."""
-    if nbytes <= MIB:
-        return 2 * MIB
-    return 20 * MIB if nbytes < 10 * MIB else rounded(nbytes, 2 * MIB)
+def held(events: Iterable[Event]) -> Held:
+    """Counts allocations in order; a free of what was allocated before them is ignored."""
+    living: dict[int, int] = {}
+    now = peak = 0
+    for key, nbytes in events:
+        now += nbytes - living.pop(key, 0)
+        if nbytes:
+            living[key] = nbytes
+        peak = max(peak, now)
+    return Held(now, peak)
