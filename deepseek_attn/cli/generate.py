@@ -149,6 +149,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--stop-token-id", action="append", type=int, default=[], metavar="ID", help="stop after this token; repeatable"
     )
+    structure = sampling.add_mutually_exclusive_group()
+    structure.add_argument("--json-schema", metavar="FILE|JSON", help="the text is JSON of this schema")
+    structure.add_argument("--regex", type=str, help="the whole text matches this regular expression")
+    structure.add_argument("--choices", type=str, nargs="+", metavar="TEXT", help="the text is one of these")
+    structure.add_argument("--grammar", metavar="FILE", help="the text is of this grammar, Lark or GBNF")
     sampling.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
     sampling.add_argument(
         "--include-stop-str-in-output", action="store_true", help="the text ends with the stop string, not before it"
@@ -241,6 +246,10 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         logit_bias=dict(args.logit_bias),
         allowed_token_ids=args.allowed_token_ids,
         bad_words=args.bad_word,
+        json_schema=schema(args.json_schema),
+        regex=args.regex,
+        choices=args.choices,
+        grammar=None if args.grammar is None else read_text("--grammar", args.grammar),
         min_tokens=args.min_tokens,
         n=args.n,
         include_stop_str_in_output=args.include_stop_str_in_output,
@@ -248,6 +257,13 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         logprobs=args.logprobs,
         prompt_logprobs=args.prompt_logprobs,
     )
+
+
+def schema(given: str | None) -> str | None:
+    """The JSON text of ``--json-schema``, which is that or names a file."""
+    if given is None or given.lstrip().startswith("{"):
+        return given
+    return read_text("--json-schema", given)
 
 
 def bias(text: str) -> tuple[int, float]:

@@ -90,7 +90,6 @@ class Engine:
         """Whether `step` still has something to do or to report."""
         return bool(self.scheduler.waiting or self.scheduler.running or self._steppers.unreported)
 
-    @in_turn
     def add_request(self, prompt: TokenIds, params: SamplingParams | None = None, *, index: int = 0) -> Request:
         """Queues a prompt of token ids. One that cannot be run comes back with an error, and `step` reports it.
 
@@ -104,10 +103,14 @@ class Engine:
         try:
             request = Request.create(self.runner, self.tokenizer, prompt, params, index)
         except (ValueError, TypeError) as error:
-            request = Request.refused(prompt, str(error))
-            self._count_ended(request)
-            return request
+            return self._refuse(prompt, str(error))
         return self.submit(request)
+
+    @in_turn
+    def _refuse(self, prompt: TokenIds, error: str) -> Request:
+        request = Request.refused(prompt, error)
+        self._count_ended(request)
+        return request
 
     def submit(self, request: Request) -> Request:
         """Queues a request that `Request.create` has made for this engine's runner.

@@ -7,7 +7,8 @@ In this order, which is vLLM's, in float32:
 2. ``logit_bias`` is added
 3. ``logits_processors``
 4. repetition, frequency and presence penalty
-5. `engine.sampling`: argmax, or temperature, min-p, top-k, top-p and a draw
+5. -inf for tokens that structured output does not allow; vLLM does this first, which is the same but for functions
+6. `engine.sampling`: argmax, or temperature, min-p, top-k, top-p and a draw
 
 Everything depends on the tokens before a row alone: the prompt, the output, and drafts that the row comes after. So a
 draft is verified with the logits that its token would have been sampled from.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_attn.engine.sampling import ELEMENTS_PER_BLOCK, ResolvedParams
+from deepseek_attn.engine.structured import Allowed, GrammarState
 from deepseek_attn.text.tokenizer import Tokenizer
 
 NOTHING_LEFT = (
@@ -51,6 +53,7 @@ class LogitsRules:
         params: resolved parameters.
         bad_words: token ids of the bad words.
         stop_token_ids: tokens that do not come before ``min_tokens`` tokens.
+        grammar: which tokens structured output allows.
 
     Raises:
         ValueError: a token id outside the vocabulary, or a logits processor of another signature.
@@ -62,8 +65,9 @@ class LogitsRules:
         bad_words: Iterable[tuple[int, ...]],
         stop_token_ids: Iterable[int],
         vocab_size: int,
+        grammar: GrammarState | None = None,
     ):
-        self.params, self.vocab_size = params, vocab_size
+        self.params, self.vocab_size, self.grammar = params, vocab_size, grammar
         self.stop_token_ids = sorted(stop_token_ids)
         words = sorted(set(bad_words))
         self.banned = [word[0] for word in words if len(word) == 1]
@@ -83,12 +87,14 @@ class LogitsRules:
 
     def apply_to(self, num_generated: int) -> bool:
         """Whether the logits after ``num_generated`` tokens, or later ones, are processed."""
-        always = self._has_addend or self.sequences or self.processors or self.penalised
+        always = self._has_addend or self.sequences or self.processors or self.penalised or self.grammar is not None
         return bool(always or (num_generated < self.params.min_tokens and self.stop_token_ids))
 
     def forget(self) -> None:
         """Frees the tensors; they are made again from the tokens when they are needed."""
         self._addend = self._counts = None
+        if self.grammar is not None:
+            self.grammar.forget()
 
     def addend(self, device: torch.device) -> torch.Tensor | None:
         """float32 ``[vocab]`` that is added to every row: bias, and -inf for tokens that never come."""
@@ -105,10 +111,15 @@ class LogitsRules:
         self._addend = addend
         return addend
 
-    def excluded(self, output: list[int]) -> list[int]:
-        """Tokens that do not come after these tokens of the output, though they may come after others."""
+    def excluded(self, output: list[int], ended: bool = False) -> list[int]:
+        """Tokens that do not come after these tokens of the output, though they may come after others.
+
+        Reasoning before a structured answer does not end the text.
+        """
         found = [word[-1] for word in self.sequences if output[len(output) - len(word) + 1 :] == list(word[:-1])]
-        return found + (self.stop_token_ids if len(output) < self.params.min_tokens else [])
+        early = len(output) < self.params.min_tokens and not ended
+        reasoning = self.grammar is not None and self.grammar.is_reasoning(output)
+        return found + (self.stop_token_ids if early or reasoning else [])
 
     def counts(self, row: LogitsRow, device: torch.device) -> _Counts:
         """Occurrences of tokens in the prompt and the confirmed output; only those new since the last call are sent."""
@@ -168,18 +179,50 @@ def processed_logits(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> tuple[t
     chosen = [(i, row.rules) for i, row in enumerate(rows) if row.rules is not None]
     if not chosen:
         return logits, {}
-    logits, failures = logits.clone(), dict[int, str]()
+    structured, failures = _structured(rows, chosen)  # on the host, while the device still computes the logits
+    logits = logits.clone()
     block = max(1, ELEMENTS_PER_BLOCK // logits.shape[1])
     for start in range(0, len(chosen), block):
         part = chosen[start : start + block]
-        _exclude(logits, rows, part)
+        _exclude(logits, rows, part, {i for i, allowed in structured.items() if allowed.ended})
         failures |= _run_processors(logits, rows, part)
         _penalise(logits, rows, part)
+        _keep_allowed(logits, {i: structured[i].mask for i, _ in part if i in structured})
     return logits, failures
 
 
-def _exclude(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: Chosen) -> None:
-    """Adds biases, and sets tokens to -inf."""
+def _structured(rows: Sequence[LogitsRow], chosen: Chosen) -> tuple[dict[int, Allowed], dict[int, str]]:
+    """Tokens that structured output allows, and what it failed with, by row."""
+    found, failures = dict[int, Allowed](), dict[int, str]()
+    for i, rules in chosen:
+        if rules.grammar is not None:
+            try:
+                allowed = rules.grammar.allowed(rows[i].output)
+            except RuntimeError as error:  # a grammar that is too complex for llguidance's limits
+                failures[i] = str(error)
+            else:
+                found |= {} if allowed is None else {i: allowed}
+    return found, failures
+
+
+def _keep_allowed(logits: torch.Tensor, masks: dict[int, bytes]) -> None:
+    """Sets all tokens to -inf whose bit is 0."""
+    if not masks:
+        return
+    device, vocab = logits.device, logits.shape[1]
+    packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8).to(device)
+    bits = torch.arange(8, dtype=torch.uint8, device=device)
+    allowed = (packed.view(len(masks), -1, 1) >> bits & 1).flatten(1)[:, :vocab]
+    index = _ids(masks, device)
+    logits[index] = logits[index].masked_fill(allowed == 0, -torch.inf)
+
+
+def _exclude(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: Chosen, ended: set[int]) -> None:
+    """Adds biases, and sets tokens to -inf.
+
+    Args:
+        ended: rows after a text that is complete: ``min_tokens`` does not keep it from its end.
+    """
     device = logits.device
     addends = [(i, addend) for i, rules in chosen if (addend := rules.addend(device)) is not None]
     if addends:
@@ -187,8 +230,8 @@ def _exclude(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: Chosen) ->
     pairs = [
         (i, token)
         for i, rules in chosen
-        if rules.sequences or rules.params.min_tokens
-        for token in rules.excluded(rows[i].output)
+        if rules.sequences or rules.params.min_tokens or rules.grammar is not None
+        for token in rules.excluded(rows[i].output, i in ended)
     ]
     if pairs:
         logits[tuple(_ids(column, device) for column in zip(*pairs, strict=True))] = -torch.inf

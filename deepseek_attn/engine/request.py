@@ -17,6 +17,7 @@ from deepseek_attn.engine.sampling import (
     make_generator,
 )
 from deepseek_attn.engine.stopping import StopChecker, with_stop_tokens
+from deepseek_attn.engine.structured import GrammarState, compiled_grammar
 from deepseek_attn.runner import ModelRunner, Sequence
 from deepseek_attn.runner.logprobs import TokenLogprobs
 from deepseek_attn.runner.prompts import TokenIds, token_list
@@ -24,7 +25,7 @@ from deepseek_attn.runner.record_store import RecordStore
 from deepseek_attn.runner.replay import Replay
 from deepseek_attn.runner.token_records import TokenRecords
 from deepseek_attn.text.chat import control_tokens, reply_start
-from deepseek_attn.text.reply import ANSWER, ControlMark, ReplyStart, ToolCall, parse_reply
+from deepseek_attn.text.reply import ANSWER, END_THINK, ControlMark, ReplyStart, ToolCall, parse_reply
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -189,6 +190,7 @@ class Request:
         controls = {} if tokenizer is None else control_tokens(tokenizer)
         words = bad_word_ids(params.bad_words, tokenizer)
         stop_ids = {*stop_params.stop_token_ids, *runner.eos_token_ids}
+        compiled = compiled_grammar(params, tokenizer, runner.config.vocab_size, runner.eos_token_ids)
 
         def new_stop() -> StopChecker:
             decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
@@ -196,6 +198,7 @@ class Request:
 
         ids = list(runner.sequence(prompt).token_ids)
         reply = ANSWER if tokenizer is None else reply_start(tokenizer, ids)
+        begins_after = tokenizer.token_id(END_THINK) if tokenizer is not None and reply.thinking else None
         first, *others = [
             cls(
                 runner.sequence(ids),
@@ -205,7 +208,13 @@ class Request:
                 new_stop(),
                 new_stop,
                 reply,
-                LogitsRules(params, words, stop_ids, runner.config.vocab_size),
+                LogitsRules(
+                    params,
+                    words,
+                    stop_ids,
+                    runner.config.vocab_size,
+                    None if compiled is None else GrammarState(compiled, begins_after),
+                ),
             )
             for completion in range(params.n)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,10 @@ class SamplingParams:
             row)``, that return the row to sample from, in order. The row is float32 ``[vocab]`` on the model's device,
             a copy that may be changed. The result must depend on the arguments alone: with drafts, a function is also
             called for outputs that do not come about.
+        json_schema: the text is JSON of this schema (an object, its JSON text, or a class with ``model_json_schema``).
+        regex: the whole text matches this regular expression.
+        choices: the text is one of these.
+        grammar: the text is of this grammar, in llguidance's Lark or in GBNF (``::=``).
         logprobs: for each generated token its log-probability, its rank, and this many of the most likely tokens with
             theirs; of the model's own distribution, before temperature and filters. 0: the token alone; None: nothing.
         prompt_logprobs: the same for each token of the prompt but the first. Such a prompt is computed whole: it takes
@@ -95,6 +100,10 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logits_processors: tuple[Callable[..., torch.Tensor], ...] = ()
+    json_schema: str | None = None
+    regex: str | None = None
+    choices: tuple[str, ...] | None = None
+    grammar: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -105,6 +114,8 @@ class SamplingParams:
             ("logit_bias", _with_integer_keys(self.logit_bias)),
             ("allowed_token_ids", _as_tuple(self.allowed_token_ids)),
             ("bad_words", _as_words(self.bad_words)),
+            ("json_schema", _as_schema(self.json_schema)),
+            ("choices", _as_tuple(self.choices)),
             ("logits_processors", _one_or_several(self.logits_processors, Callable)),
         ):
             object.__setattr__(self, name, value)
@@ -116,7 +127,8 @@ class SamplingParams:
     def _rules(self):
         temperature_ok = _is_real(self.temperature) and 0 <= self.temperature < math.inf
         penalty = self.repetition_penalty
-        strings, bias, words = self.stop, self.logit_bias, self.bad_words
+        strings, bias, words, choices = self.stop, self.logit_bias, self.bad_words, self.choices
+        structures = [n for n in ("json_schema", "regex", "choices", "grammar") if getattr(self, n) is not None]
         min_ok = _is_int(self.min_tokens) and self.min_tokens >= 0
         n_ok = _is_int(self.n) and self.n >= 1
         penalty_rule = f"must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}] (0: no penalty)"
@@ -157,6 +169,24 @@ class SamplingParams:
                 f"must be at most max_tokens={self.max_tokens}",
             ),
             ("n", n_ok, "must be an integer >= 1"),
+            ("json_schema", self.json_schema is None or isinstance(self.json_schema, str), "must be a JSON schema"),
+            *(
+                (name, value is None or (isinstance(value, str) and value), "must be text that is not empty")
+                for name, value in (("regex", self.regex), ("grammar", self.grammar))
+            ),
+            (
+                "choices",
+                choices is None or (isinstance(choices, tuple) and choices and all(_is_text(c) for c in choices)),
+                "must be texts that are not empty, at least one",
+            ),
+            *(
+                (name, len(structures) < 2, f"only one of {', '.join(structures)} can be given")
+                for name in structures[1:2]
+            ),
+            *(
+                (name, not self.ignore_eos, "must not be beside ignore_eos: EOS is what ends the text")
+                for name in structures[:1]
+            ),
             (
                 "n",
                 not n_ok or self.n == 1 or self.temperature != 0,
@@ -385,6 +415,22 @@ def _as_words(value):
     """Bad words; a list of token ids becomes a tuple."""
     words = _one_or_several(value, str)
     return tuple(map(_as_tuple, words)) if isinstance(words, tuple) else words
+
+
+def _as_schema(value):
+    """The JSON text of a schema; anything else as it is."""
+    if isinstance(value, str) or value is None:
+        return value
+    if callable(schema := getattr(value, "model_json_schema", None)):
+        value = schema()
+    try:
+        return json.dumps(value) if isinstance(value, (Mapping, bool)) else value
+    except (TypeError, ValueError):
+        return value
+
+
+def _is_text(value) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 def _with_integer_keys(value):

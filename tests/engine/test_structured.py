@@ -1,0 +1,223 @@
+"""Structured output of models with random weights: always of its structure, with drafts as without."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+
+import pytest
+import torch
+
+from deepseek_attn import LLM, SamplingParams
+from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.cli import main
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.text.reply import END_THINK, THINK
+from tests.engine.test_speculation import draft_from
+from tests.engine.workload import leaked, use_buckets
+from tests.support.requests import finish, prompt
+from tests.support.small_models import three_layers
+
+pytest.importorskip("llguidance", reason="pip install 'deepseek-attn[structured]'")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "kind": {"enum": ["one", "two", None]},
+        "numbers": {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "numbers"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def check_json(value):
+    """What `SCHEMA` asks for."""
+    assert list(value) == ["name", "kind", "numbers"]
+    assert isinstance(value["name"], str)
+    assert len(value["name"]) <= 5
+    assert value["kind"] in ("one", "two", None)
+    assert len(value["numbers"]) <= 3
+    assert all(type(number) is int and -9 <= number <= 99 for number in value["numbers"])
+
+
+CHOICES = ("yes", "no way", 'a "quoted" \\ one\n', "grüße €", "yesterday")
+REGEX = r"(ab|c\d){1,4}[0-9]{2,3}é?"
+LARK = 'start: "[" item ("," item)~0..3 "]"\nitem: /[a-c]{1,3}/ | "(" item ")"'
+STRUCTURES = {
+    "json_schema": (SCHEMA, lambda text: check_json(json.loads(text))),
+    "regex": (REGEX, lambda text: re.fullmatch(REGEX, text)[0]),
+    "choices": (CHOICES, CHOICES.index),
+    "grammar": (LARK, lambda text: re.fullmatch(r"\[[a-c(),]+\]", text)[0]),
+}
+OPTIONS = {"device": "cpu", "max_model_len": 400, "max_num_seqs": 6, "max_num_batched_tokens": 90, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = three_layers()
+    return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(folder, **OPTIONS)
+
+
+def params_of(kind, **options):
+    return SamplingParams(**{"max_tokens": 250, "seed": 4, kind: STRUCTURES[kind][0]} | options)
+
+
+JOBS = [
+    ([max(token, 20) for token in prompt(5 + 9 * i, i)], params_of(kind, **options))
+    for i, (kind, options) in enumerate(
+        (kind, options)
+        for kind in STRUCTURES
+        for options in ({}, {"temperature": 2.5}, {"temperature": 0, "repetition_penalty": 1.5})
+    )
+]  # fmt: skip
+JOBS.append((prompt(20, 99), SamplingParams(seed=4, max_tokens=30, ignore_eos=True)))
+
+
+def kind_of(params):
+    return next(kind for kind in STRUCTURES if getattr(params, kind) is not None)
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    return llm.generate([ids for ids, _ in JOBS], [params for _, params in JOBS])
+
+
+def test_texts_are_of_their_structure(llm, expected):
+    """Beside a request without one. The end comes where the text is complete, and padding of the vocabulary never."""
+    for (_, params), completion in zip(JOBS[:-1], expected, strict=False):
+        assert (completion.finish_reason, completion.error) == ("stop", None), completion
+        STRUCTURES[kind_of(params)][1](completion.text)
+        assert completion.token_ids[-1] in llm.runner.eos_token_ids
+        assert all(token < len(llm.tokenizer) for token in completion.token_ids)
+    alone = llm.generate([JOBS[-1][0]], SamplingParams(max_tokens=30, ignore_eos=True, temperature=0))
+    assert len(alone[0].token_ids) == len(expected[-1].token_ids) == 30
+
+
+@pytest.mark.parametrize(("buckets", "preempt"), [(False, True), (True, False)])
+def test_texts_with_drafts_are_the_same(folder, expected, monkeypatch, buckets, preempt):
+    """Drafts of which some are wrong: matchers go on over them, and back."""
+    runner = ModelRunner.from_pretrained(folder, **OPTIONS)
+    if buckets:
+        use_buckets(runner)
+    known = [ids + completion.token_ids for (ids, _), completion in zip(JOBS, expected, strict=True)]
+    draft_from(monkeypatch, runner, known, right=lambda position: position * 7 % 5 < 3)
+    with LLM(folder, **OPTIONS) as llm:
+        engine = Engine(runner, llm.tokenizer, MTPSpeculation(runner, 3))
+    requests = [engine.add_request(ids, params, index=i) for i, (ids, params) in enumerate(JOBS)]
+    while engine.has_unfinished:
+        engine.step()
+        if preempt and engine.stats.steps % 4 == 0 and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[0], engine.last_step)
+    assert [r.completion().token_ids for r in requests] == [completion.token_ids for completion in expected]
+    assert 0.2 < engine.stats.acceptance_rate < 0.9
+    assert leaked(engine) == {}
+
+
+def test_the_answer_after_reasoning_has_the_structure(llm):
+    """Reasoning is free, and does not end the text."""
+    think, end = (llm.tokenizer.token_id(token) for token in (THINK, END_THINK))
+
+    def close(output, row):
+        return row.index_fill(0, torch.tensor([end], device=row.device), 1e3) if len(output) == 9 else row
+
+    params = params_of("choices", logits_processors=[close], logit_bias={1: 20})
+    for ids in ([*prompt(9), think], [*prompt(9), think, 30, end]):
+        [completion] = llm.generate([ids], params)
+        assert completion.answer in CHOICES
+        assert (completion.token_ids.index(end) <= 9) if ids[-1] == think else completion.token_ids[-1] == 1
+        assert bool(completion.reasoning) == (ids[-1] == think)
+
+
+def test_min_tokens_do_not_keep_a_complete_text_from_its_end(llm):
+    [completion] = llm.generate([prompt(9)], SamplingParams(choices=["yes"], min_tokens=50, seed=1))
+    assert (completion.text, completion.finish_reason) == ("yes", "stop")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"json_schema": {"type": "strin"}}, "json_schema .* type: strin"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "(a)\\1"}, "backreferences are not supported"),
+        ({"grammar": "start: y"}, 'unknown name: "y"'),
+        ({"grammar": 'root ::= "a'}, "grammar"),
+    ],
+    ids=str,
+)
+def test_wrong_structures_are_refused_before_anything_runs(llm, params, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate([prompt(5)], SamplingParams(**params))
+    assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"regex": "a", "choices": ["b"]}, "only one of regex, choices can be given"),
+        ({"regex": "a", "ignore_eos": True}, "must not be beside ignore_eos"),
+        ({"choices": []}, "choices"),
+        ({"choices": [3]}, "choices"),
+        ({"json_schema": 3}, "json_schema=3: must be a JSON schema"),
+        ({"regex": ""}, "regex"),
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_named(params, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**params)
+
+
+def test_gbnf_and_completions_share_what_is_compiled(llm):
+    params = SamplingParams(grammar='root ::= "x" [0-9] | "yy"', n=4, seed=2)
+    [completion] = llm.generate([prompt(7)], params)
+    assert all(re.fullmatch("x[0-9]|yy", output.text) for output in completion.outputs)
+
+
+def test_without_the_package_there_is_a_message(llm, monkeypatch):
+    known = builtins.__import__
+
+    def missing(name, *args, **options):
+        if name == "llguidance":
+            raise ImportError("No module named 'llguidance'")
+        return known(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ValueError, match=r"pip install 'deepseek-attn\[structured\]'"):
+        llm.generate([prompt(5)], SamplingParams(regex="never compiled"))
+
+
+def test_without_a_tokenizer_there_is_a_message(folder):
+    engine = Engine(ModelRunner.from_pretrained(folder, **OPTIONS))
+    request = engine.add_request(prompt(5), SamplingParams(regex="a"))
+    finish(engine)
+    assert "regex needs a tokenizer" in request.error
+
+
+def test_on_the_command_line(folder, capsys, tmp_path):
+    flags = ["generate", "--model", str(folder), "--device", "cpu", "--max-model-len", "400", "--token-ids", "5,6,7"]
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "grammar").write_text(LARK)
+    for kind, given in (
+        ("json_schema", [str(tmp_path / "schema.json")]),
+        ("json_schema", [json.dumps(SCHEMA)]),
+        ("regex", [REGEX]),
+        ("choices", list(CHOICES)),
+        ("grammar", [str(tmp_path / "grammar")]),
+    ):
+        assert main([*flags, "--seed", "3", "--" + kind.replace("_", "-"), *given]) == 0
+        STRUCTURES[kind][1](capsys.readouterr().out.removesuffix("\n"))
+    assert main([*flags, "--regex", "("]) == 2
+    assert "unclosed group" in capsys.readouterr().err
