@@ -38,7 +38,7 @@ class RandomSource(PublishedSource):
         """Uniform values of unit variance, each a hash of the seed, the name and its place in the table."""
         columns = recipe.shape[1]
         places = rows.numpy().astype(np.uint64)[:, None] * columns + np.arange(columns, dtype=np.uint64)
-        mixed = _mix(places + np.uint64(self._seed_of(name)))
+        mixed = splitmix64(places + np.uint64(self._seed_of(name)))
         return torch.from_numpy((mixed >> np.uint64(40)).astype(np.float32)).mul_(2**-23 * 3**0.5).sub_(3**0.5)
 
     def _seed_of(self, name: str) -> int:
@@ -46,7 +46,7 @@ class RandomSource(PublishedSource):
         return int.from_bytes(hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest(), "little")
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
+def splitmix64(values: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64: each bit of the result depends on each bit of a value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -46,6 +46,7 @@ COMMANDS = {
     "bench": Command(f"{LABORATORY}.commands.bench", "time ops, layers and models"),
     "make-checkpoint": Command("deepseek_attn.cli.make_checkpoint", "random weights in the published format"),
     "crop": Command("deepseek_attn.cli.crop", "a smaller checkpoint of some layers and experts"),
+    "port-check": Command(f"{LABORATORY}.commands.port_check", "compare another implementation with golden results"),
     "train": Command(f"{LABORATORY}.commands.train", "train a small model from scratch"),
     "experiment": Command(f"{LABORATORY}.commands.experiment", "compare compress-ratio schedules"),
 }

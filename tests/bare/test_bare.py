@@ -31,6 +31,7 @@ COMMANDS = {
     "generate --prompts prompts.txt --max-tokens 2 --out lines.jsonl": "",
     "make-checkpoint --out made": "",
     "crop --model made --layers 0,2 --out part": "",
+    "port-check --write golden v4_moe": "",
     "score --model made --token-ids ids.json --out logits.safetensors --mtp": "",
     "inspect --prompt 'Once upon' --out page.html": "",
     "info": "",

@@ -490,7 +490,7 @@ def test_the_core_works_without_the_laboratory(tmp_path):
         cwd=tmp_path,
     )
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
-    assert result.stdout.count(" True\n") == 4
+    assert result.stdout.count(" True\n") == 5
     assert result.stdout.endswith("done\n")
 
 
