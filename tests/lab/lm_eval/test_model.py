@@ -16,6 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
+from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.lab.lm_eval.model import DeepseekAttnLM
 
 QUESTIONS = [
@@ -160,8 +161,11 @@ def test_generation_options(model):
         model.generate_until(requests("generate_until", ("It is", {"max_gen_toks": 120})))
     long = "She was not at all handsome. " * 60
     options = {"until": "\n", "max_gen_toks": 4, "do_sample": True, "temperature": 0.9, "seed": 3}
-    found = model.generate_until(requests("generate_until", (long, options), (long, options)), disable_tqdm=True)
+    greedy = {"until": "\n", "max_gen_toks": 4}
+    found = model.generate_until(requests("generate_until", (long, options), (long, greedy)), disable_tqdm=True)
     assert found[0]
+    kept = ids_of(model, long)[-116:]
+    assert found[1] == model.llm.generate([kept], SamplingParams(temperature=0, max_tokens=4, stop="\n"))[0].text
     assert model.generate_until([]) == []
 
 
