@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     with without_collections():  # the first import of torch
-        from deepseek_attn.runner.logprobs import check_top
         from deepseek_attn.runner.model_runner import ModelRunner
     from deepseek_attn.utils.files import check_output, write_tensors
 
@@ -68,10 +67,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             "--mtp needs the whole model: the MTP layer reads the hidden states of the last layer; drop --layers"
         )
-    if args.logprobs is not None:
-        check_top(args.logprobs, "--logprobs")
-        if args.mtp:
-            raise ValueError("--mtp writes logits of the MTP layer, --logprobs none of any layer: give one of them")
+    if args.logprobs is not None and args.mtp:
+        raise ValueError("--mtp writes logits of the MTP layer, --logprobs none of any layer: give one of them")
     out = Path(args.out)
     check_output(out, "--out")
     prompts = read_token_lists(Path(args.token_ids))
