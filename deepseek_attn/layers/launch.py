@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from deepseek_attn.config.options import parse_device
-from deepseek_attn.utils.processes import check_interface
+from deepseek_attn.utils.processes import check_interface, output_to_stderr
 
 logger = logging.getLogger(__name__)
 GRACE_SECONDS = 3.0  # for other ranks to report why a collective failed, and for a launcher to end this process
@@ -112,10 +112,11 @@ def process_group(store: dist.Store, rank: int, world: int, device: torch.device
     if cuda:
         torch.cuda.set_device(device)  # kernels and NCCL use the current one
     try:
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world,
-            timeout=timeout, device_id=device if cuda else None,
-        )  # fmt: skip
+        with output_to_stderr():  # Gloo of torch 2.10 writes there that ranks are connected
+            dist.init_process_group(
+                "nccl" if cuda else "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world,
+                timeout=timeout, device_id=device if cuda else None,
+            )  # fmt: skip
     except RuntimeError as error:
         raise OthersLost(f"rank {rank} of {world} could not join the others: {error}") from error
     try:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, NamedTuple
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -17,6 +20,18 @@ def end_with_parent() -> None:
     """Makes the kernel (Linux) kill this process as soon as its parent process is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+@contextmanager
+def output_to_stderr() -> Iterator[None]:
+    """Sends what C++ libraries write to standard output inside this context to standard error."""
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 class Pipes(NamedTuple):
