@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 MODELS = ("v4_flash", "small")
 CACHES = ("launched", "ahead", "filled")
@@ -34,7 +35,8 @@ class Process:
     """Runs in the started process; prints its row as one line of JSON."""
 
     def __init__(self, args: argparse.Namespace):
-        self.args, self.row = args, {"stages": {}}
+        self.args = args
+        self.row: dict[str, Any] = {"stages": {}}
         self.mark("python")
         from deepseek_attn import LLM, Engine, ModelRunner  # noqa: F401
 

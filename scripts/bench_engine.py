@@ -109,7 +109,7 @@ def main() -> None:
         max_num_seqs=max(args.batch), max_num_batched_tokens=4096, max_snapshots=8,
     )  # fmt: skip
     if runner.graphs is not None:  # no more sizes than are measured
-        runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=args.batch)
+        runner.graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, batches=args.batch)
     print(f"{time.perf_counter() - started:.0f} s to make the model", flush=True)
     graphs, prefixes = runner.graphs, runner.prefixes
     rows = []
@@ -134,7 +134,8 @@ def main() -> None:
                 waited = tokens
             elif mode in ("graphs", "speculation") and "waiting" in args.modes:
                 row["same_as_waiting"] = sum(a == b for a, b in zip(tokens, waited, strict=True))
-            prefixes.clear()
+            if prefixes is not None:
+                prefixes.clear()
             runner.decode_query_len = 1  # of an engine without speculation
             rows.append(row)
             host = "" if row["host_share"] is None else f"{row['host_share']:.1%}"

@@ -57,11 +57,11 @@ class HummingExperts:
     """
 
     def __init__(self, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor], limit: float):
-        from humming import dtypes
-        from humming.schema import HummingInputSchema
-        from humming.schema.mxfp4 import Mxfp4WeightSchema
-        from humming.transform import prepare_layer_config, transform_humming_tensors
-        from humming.tune import get_heuristics_config
+        from humming import dtypes  # pyright: ignore[reportMissingImports]  # pip install humming-kernels
+        from humming.schema import HummingInputSchema  # pyright: ignore[reportMissingImports]  # pip install humming-kernels
+        from humming.schema.mxfp4 import Mxfp4WeightSchema  # pyright: ignore[reportMissingImports]  # pip install humming-kernels
+        from humming.transform import prepare_layer_config, transform_humming_tensors  # pyright: ignore[reportMissingImports]  # pip install humming-kernels
+        from humming.tune import get_heuristics_config  # pyright: ignore[reportMissingImports]  # pip install humming-kernels
 
         self.inner, self.swiglu = w13[0].shape[1] // 2, SWIGLU.format(limit=limit)
         self.locks = torch.zeros(1 << 12, dtype=torch.int32, device=w13[0].device)
@@ -85,7 +85,7 @@ class HummingExperts:
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Of tokens ``x [T, D]``, their experts int64 ``[T, k]`` and float32 weights."""
-        from humming.forward import may_process_input
+        from humming.forward import may_process_input  # pyright: ignore[reportMissingImports]  # pip install humming-kernels
         from humming_pairs import weighted_sum
 
         (tokens, k), hidden, (w13, w2) = experts.shape, x.shape[1], self.layers
@@ -115,7 +115,7 @@ class HummingExperts:
         return sort_pairs(experts.int(), len(self.tensors[number]["weight"]), block)
 
     def product(self, number: int, x: Tensor, scale: Tensor, out: Tensor, rows: SortedPairs, k: int) -> Tensor:
-        from humming.forward import humming_forward
+        from humming.forward import humming_forward  # pyright: ignore[reportMissingImports]  # pip install humming-kernels
 
         tensors, pairs = self.tensors[number], len(out)
         return humming_forward(
@@ -162,8 +162,8 @@ class Comparison:
         self.model, self.config = model, ModelConfig.from_preset(model)
         *_, w1, w3, self.w2 = self.case(1).make(DEVICE, 0)
         self.w1, self.w3 = w1, w3
-        w13 = tuple(torch.cat(pair, 1) for pair in zip(w1[:2], w3[:2], strict=True))
-        self.humming = HummingExperts(w13, self.w2[:2], self.config.swiglu_limit)
+        weight, scale = (torch.cat(pair, 1) for pair in zip(w1[:2], w3[:2], strict=True))
+        self.humming = HummingExperts((weight, scale), self.w2[:2], self.config.swiglu_limit)
 
     def case(self, tokens: int) -> OpCase:
         """Ours, with the weights of all cases of this model."""
@@ -195,7 +195,8 @@ class Comparison:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], epilog="Needs a GPU of compute capability 9.0 and humming-kernels 0.1.19."
+        description=(__doc__ or "").split("\n")[0],
+        epilog="Needs a GPU of compute capability 9.0 and humming-kernels 0.1.19.",
     )
     parser.add_argument("--model", choices=("v4_flash", "v4_pro"), default="v4_flash", help="preset")
     parser.add_argument("--tokens", type=numbers, default=[1, 8, 32, 128, 512, 4096], help="comma-separated")

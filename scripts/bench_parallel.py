@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,8 +162,8 @@ class Bench:
         model = RankModel(self.config, runner.numerics, runner.dtype, layout, machine)
         return {"predicted_ms": model.step(batch, tokens, context).microseconds / 1e3}
 
-    def runner(self, source: DeviceSource, parallel: Parallel, lengths: list[int], **options) -> ModelRunner:
-        limits = {
+    def runner(self, source: DeviceSource, parallel: Parallel, lengths: list[int], **options: Any) -> ModelRunner:
+        limits: dict[str, Any] = {
             "max_model_len": max(lengths),
             "max_num_seqs": max(*(own_part(batch, parallel) for batch in self.args.batch), len(CHECK_LENGTHS)),
             "max_num_batched_tokens": max(2048, self.args.prefill),
@@ -364,7 +365,7 @@ def numbers(text: str) -> list[int]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="v4_flash", help="preset or config.json (default: v4_flash)")
     parser.add_argument("--steps", type=lambda text: text.split(","), default=list(STEPS), help="default: all")
     parser.add_argument("--layouts", type=lambda text: text.split(","), default=list(LAYOUTS), help="default: tp,dp")

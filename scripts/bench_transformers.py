@@ -19,13 +19,15 @@ import transformers
 
 from deepseek_attn import ModelConfig, ModelRunner
 from deepseek_attn.checkpoint import RandomSource, hf_state_dict
+from deepseek_attn.config.model import AnyConfig
 
 
-def transformers_model(config: ModelConfig, source: RandomSource) -> torch.nn.Module:
+def transformers_model(config: AnyConfig, source: RandomSource) -> torch.nn.Module:
     values = config.to_dict()
     values.pop("quantization_config", None)
     values.pop("expert_dtype", None)
-    hf_config = transformers.DeepseekV4Config(**values, attn_implementation="eager")
+    values["attn_implementation"] = "eager"
+    hf_config = transformers.DeepseekV4Config(**values)
     model = transformers.DeepseekV4ForCausalLM(hf_config).float().eval()
     model.load_state_dict(hf_state_dict(source))
     return model
@@ -55,7 +57,7 @@ def time_ours(runner: ModelRunner, tokens: list[int], prompt: int) -> tuple[floa
         out = runner.step([(sequence, 1)])
     decode = time.perf_counter() - start
     sequence.free()
-    return prefill, decode, out.logits[0][-1]
+    return prefill, decode, out.rows[0][-1]
 
 
 def main() -> None:

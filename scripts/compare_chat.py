@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from deepseek_attn.data import SMALL_CHECKPOINT
-from deepseek_attn.text.chat import ENCODINGS, build_prompt, encode_messages, parse_completion
+from deepseek_attn.text.chat import ENCODINGS, Version, build_prompt, encode_messages, parse_completion
 from deepseek_attn.text.encoding import EOS
 from deepseek_attn.text.reply import ANSWER, DSML, SYMBOLS, Reply, ReplyStart, spelled_marks
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -62,7 +62,7 @@ class Conversation:
     thinking: bool
     options: dict[str, Any] = field(default_factory=dict)
 
-    def prompt(self, version: str) -> str:
+    def prompt(self, version: Version) -> str:
         return encode_messages(self.messages, self.thinking, version, **self.options)
 
 
@@ -206,10 +206,12 @@ class Drawing:
         last = {"role": "assistant", "content": self.text(), "reasoning_content": self.text()}
         yield last | ({"task": "title"} if self.chance(0.1) and not v32 else {})
 
-    def reply(self, version: str) -> tuple[str, bool, Reply]:
+    def reply(self, version: Version) -> tuple[str, bool, Reply]:
         """The text of a well-formed reply, whether it begins with reasoning, and its parts."""
         thinking = self.chance(0.5)
-        message = {"role": "assistant", "content": self.text().strip("\n"), "reasoning_content": ""}
+        message: dict[str, Any] = {
+            "role": "assistant", "content": self.text().strip("\n"), "reasoning_content": "",
+        }  # fmt: skip
         message |= {"tool_calls": self.calls(0)} if self.chance(0.7) else {}
         message |= {"reasoning_content": self.text().strip("\n")} if thinking else {}
         calls = []
@@ -255,13 +257,13 @@ class Drawing:
 class Recipe:
     """deepseek-recipe."""
 
-    MODELS = {"V4": "DeepSeek-V4-Pro", "V4.1": "DeepSeek-V4.1-Flash"}  # noqa: RUF012
+    MODELS: ClassVar[dict[Version, str]] = {"V4": "DeepSeek-V4-Pro", "V4.1": "DeepSeek-V4.1-Flash"}
 
     def __init__(self, module: ModuleType):
         self.module = module
         self.name = f"deepseek-recipe {module.__version__}"
 
-    def prompt(self, conversation: Conversation, version: str) -> str | None:
+    def prompt(self, conversation: Conversation, version: Version) -> str | None:
         """None: it refuses the conversation."""
         converted = self.converted(conversation, version)
         return None if converted is None else self.encoding(version).render_conversation(converted).prompt
@@ -275,7 +277,7 @@ class Recipe:
     def encoding(self, version: str) -> Any:
         return self.module.DeepseekV4Encoding() if version == "V4" else self.module.DeepseekV41Encoding()
 
-    def converted(self, conversation: Conversation, version: str) -> Any:
+    def converted(self, conversation: Conversation, version: Version) -> Any:
         """The conversation in the recipe's form; None: it is refused."""
         request = {
             "model": self.MODELS[version],
@@ -336,7 +338,7 @@ def texts(message: Message) -> list[str]:
 def compare_recipe(module: ModuleType, count: int, seed: int = 0) -> list[Count]:
     """Prompts of V4 and V4.1, token ids, and the parts of replies."""
     recipe, drawing = Recipe(module), Drawing(seed)
-    counts = {version: Count(f"{recipe.name}, prompts of {version}") for version in Recipe.MODELS}
+    counts: dict[Version, Count] = {version: Count(f"{recipe.name}, prompts of {version}") for version in Recipe.MODELS}
     for _ in range(count):
         conversation = drawing.for_recipe()
         for version, found in counts.items():
@@ -395,11 +397,11 @@ def parts(pieces: list[str], start: ReplyStart) -> tuple[str, str, list[tuple[st
     return found["reasoning"], found["answer"], [(call.name, call.arguments) for call in parser.tool_calls]
 
 
-def compare_encoder(module: ModuleType, version: str, count: int, seed: int = 0, name: str = "") -> list[Count]:
+def compare_encoder(module: ModuleType, version: Version, count: int, seed: int = 0, name: str = "") -> list[Count]:
     """Prompts of an encoder of the form that checkpoints ship, and the replies that it parses."""
     drawing, prompts = Drawing(seed), Count(f"{name or module.__file__}, prompts of {version}")
     # vLLM's have another name for the reasoning
-    source = Path(module.__file__).read_text(encoding="utf-8")
+    source = Path(module.__file__ or "").read_text(encoding="utf-8")
     key = "reasoning_content" if 'get("reasoning_content")' in source else "reasoning"
     for _ in range(count):
         conversation = drawing.for_encoder(version)
@@ -431,7 +433,7 @@ def compare_encoder(module: ModuleType, version: str, count: int, seed: int = 0,
     return [prompts, replies]
 
 
-def compare_goldens(folder: Path, version: str) -> Count:
+def compare_goldens(folder: Path, version: Version) -> Count:
     """Conversations with the strings that were published for them."""
     found = Count(f"{folder}, prompts of {version}")
     for path in sorted(folder.glob("test_input_*.json")):

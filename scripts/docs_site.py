@@ -75,7 +75,7 @@ def on_config(config):
 
 
 def on_files(files, config):
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]  # the extra docs
 
     pages = {page: moved((ROOT / source).read_text(encoding="utf-8")) for source, page in FROM_ROOT.items()}
     pages |= {"api/library.md": library_page(), "api/kernels.md": kernels_page()}

@@ -69,7 +69,7 @@ class Program:
         self.path, self.cases = path, []
         torch.set_float32_matmul_precision("highest")
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-        main = [node for node in tree.body if isinstance(node, ast.If)]  # if __name__ == "__main__"
+        main: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.If)]  # if __name__ == "__main__"
         definitions = [node for node in tree.body if node not in main]
         self.globals: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
         self._run(definitions)
@@ -124,7 +124,8 @@ def use_cpu() -> None:
 
     set_default_device = torch.set_default_device
     torch.set_default_device = lambda device: set_default_device("cpu")
-    torch.Tensor.cuda = lambda tensor, *args, **options: tensor
+    tensor_class: Any = torch.Tensor
+    tensor_class.cuda = lambda tensor, *args, **options: tensor
     for name in ("set_device", "synchronize", "empty_cache"):
         setattr(torch.cuda, name, lambda *args: None)
 
@@ -176,24 +177,26 @@ class Worker:
         self.process = subprocess.Popen(
             [*command, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
+        pipes = self.process.stdin, self.process.stdout, self.process.stderr
+        self.stdin, self.stdout, self.stderr = (pipe for pipe in pipes if pipe is not None)
         self.errors = ""
         self.reader = threading.Thread(target=self._read_errors, daemon=True)
         self.reader.start()
-        line = self.process.stdout.readline()
+        line = self.stdout.readline()
         if not line:
             raise RuntimeError(self.end())
         self.about: dict[str, Any] = json.loads(line)
 
     def _read_errors(self) -> None:
-        for line in self.process.stderr:
+        for line in self.stderr:
             self.errors = (self.errors + line)[-2000:]
 
     def run(self, number: int) -> dict[str, str]:
         """Outcome and output of a case; a process that ends instead of a reply got it wrong."""
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(f"{number}\n")
-            self.process.stdin.flush()
-        line = self.process.stdout.readline()
+            self.stdin.write(f"{number}\n")
+            self.stdin.flush()
+        line = self.stdout.readline()
         if line:
             return json.loads(line)
         return {"outcome": "wrong", "case": str(number), "printed": f"the process ended: {self.end()}"}
@@ -201,7 +204,7 @@ class Worker:
     def end(self) -> str:
         """Ends the process; returns the end of its standard error."""
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self.stdin.close()
         self.process.wait()
         self.reader.join()
         return self.errors.strip()
@@ -218,7 +221,7 @@ class Run:
     def __init__(self, tests: Path, device: str, until: float, idle: list[Worker]):
         self.tests, self.device, self.until, self.idle = tests, device, until, idle
         self.outcomes: dict[int, str] = {}
-        self.wrong: list[dict[str, str]] = []
+        self.wrong: list[dict[str, Any]] = []
         self.lock, self.printed = threading.Lock(), time.monotonic()
 
     def phase(self, numbers: list[int], processes: int) -> None:
@@ -255,7 +258,7 @@ class Run:
         with self.lock:
             self.outcomes[number] = reply["outcome"]
             if reply["outcome"] == "wrong":
-                self.wrong.append({"number": number} | reply)
+                self.wrong.append({"number": number, **reply})
                 print(f"wrong: case {number}, {reply['case']}\n{reply['printed'].rstrip()}", flush=True)
             if time.monotonic() - self.printed > 5:
                 self.printed = time.monotonic()
@@ -277,7 +280,7 @@ def parse_slice(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=Path(__file__).name, description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=Path(__file__).name, description=(__doc__ or "").split("\n")[0])
     parser.add_argument("checkout", type=Path, help="folder of FlashMLA, of which tests/ is read")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where torch has a GPU")
     parser.add_argument("--processes", type=int, default=1, help="cases at the same time (default 1)")

@@ -68,7 +68,7 @@ def imports(tree: ast.AST) -> list[tuple[str, Name]]:
     """Names that a tree imports from kernels, as it calls them; ``Name(module, "")`` for a whole module."""
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE[:-1]):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PACKAGE[:-1]):
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 is_module = whole.startswith(PACKAGE) and file_of(whole).exists()

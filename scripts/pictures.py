@@ -16,7 +16,7 @@ import json
 import re
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepseek_attn.lab.bench.plots import FOREGROUND, MUTED, SERIES, svg_element
 from deepseek_attn.lab.experiments.report.figures import Figure, curves, length_lines, lines, scatter
@@ -134,7 +134,7 @@ def write(path: Path, svg: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     study = commands.add_parser("study", help="the plots of an experiment's report")
     study.add_argument("report", type=Path, help="report.json of an experiment")
@@ -146,7 +146,8 @@ def main() -> None:
         if args.command == "decode":
             write(args.folder / "decode.svg", decode_picture(args.folder))
         else:
-            for figure in pictures(read(args.report)):
+            report: Any = read(args.report)  # as `Report` describes it
+            for figure in pictures(report):
                 name = re.sub(r"[^A-Za-z0-9]+", "-", figure.name)  # it comes from the report
                 write(args.out / f"{name}.svg", figure.svg())
     except ValueError as error:

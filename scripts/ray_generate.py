@@ -60,7 +60,7 @@ class Worker:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(description=__doc__.splitlines()[0].replace("``", ""))
+    parser = Parser(description=(__doc__ or "").splitlines()[0].replace("``", ""))
     add_options(parser)
     group = parser.add_argument_group("actors")
     group.add_argument(
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts is None:
         raise ValueError("--prompts FILE is needed")
     try:
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]  # the extra ray
     except ImportError as error:
         raise ValueError(f"{error}: pip install 'deepseek-attn[ray]'") from error
     params = sampling_params(args)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 def complete_all(batch: PromptBatch, params: SamplingParams, args: argparse.Namespace) -> None:
     """Gives each actor twice the prompts that it can run at a time, and writes the completions."""
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]  # the extra ray
 
     model = args.model or default_checkpoint()
     actor = ray.remote(num_gpus=args.gpus, num_cpus=args.cpus, max_concurrency=2)(Worker)

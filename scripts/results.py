@@ -219,7 +219,9 @@ def topk(data: Data) -> Subject:
     for tokens, width in points:
         a = find(h200, T=tokens, W=width, k=512, scores="normal")
         b = find(h100, T=tokens, W=width, k=512, kind="n")
-        rows.append([f"{tokens} x {width:,}", time(a and a["us"]), time(b and b["orig"])])
+        rows.append(
+            [f"{tokens} x {width:,}", time(None if a is None else a["us"]), time(None if b is None else b["orig"])]
+        )
     return Subject(
         "Top-k",
         "`topk_indices`, the best 512 of random scores, microseconds.",
@@ -344,6 +346,9 @@ def engine(data: Data) -> Subject:
     for mode in dict.fromkeys(row["mode"] for row in measured):
         cells = []
         for row in [find(measured, mode=mode, batch=batch) for batch in (1, 32)]:
+            if row is None:
+                cells += [""] * len(columns)
+                continue
             host = "" if row["host_share"] is None else f"{100 * row['host_share']:.1f} %"
             rates = [f"{row[key]:,.0f}" for key in ("decode_tokens_per_second", "prompt_tokens_per_second")]
             cells += [time(row["step_us"]), time(row["device_us"]), host, *rates]
@@ -426,7 +431,7 @@ def cold_start(data: Data) -> Subject:
         for model, cache in dict.fromkeys((row["model"], row["cache"]) for row in measured):
             runs = [row["stages"] for row in measured if (row["model"], row["cache"]) == (model, cache)]
             cells = [", ".join(f"{run[stage]:.1f}" for run in runs) for stage in stages]
-            rows.append([card, MODELS.get(model, model), {"ahead": "empty"}.get(cache, cache), *cells])
+            rows.append([card, MODELS.get(model, str(model)), "empty" if cache == "ahead" else str(cache), *cells])
     return Subject(
         "Cold start",
         "Seconds from the start of the process, all runs; V4-Flash's shapes with 6 layers and 32 experts, and the "

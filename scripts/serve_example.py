@@ -46,7 +46,9 @@ class Endpoint:
 
     def completions(self, body: dict[str, Any]) -> tuple[list[Completion], TextStream | None]:
         """Completions of all prompts, or the stream of the only one. ValueError: the request is wrong."""
-        prompt, params = body.get("prompt"), self._params(body, {"prompt"})
+        params, prompt = self._params(body, {"prompt"}), body.get("prompt")
+        if prompt is None:
+            raise ValueError("prompt is missing")
         if not body.get("stream"):
             return self.llm.generate(prompt, params), None
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -61,8 +63,10 @@ class Endpoint:
         options = {key: body[key] for key in ChatOptions.__annotations__ if body.get(key) is not None}
         if isinstance(options.get("thinking"), dict):  # as in DeepSeek's API
             options["thinking"] = options["thinking"].get("type") == "enabled"
-        found = self.llm.chat(body.get("messages"), params, stream=bool(body.get("stream")), **options)
-        return ([], found) if isinstance(found, TextStream) else ([found], None)
+        messages: Any = body.get("messages")  # which `LLM` checks
+        if body.get("stream"):
+            return [], self.llm.chat(messages, params, stream=True, **options)
+        return [self.llm.chat(messages, params, **options)], None
 
     def _params(self, body: dict[str, Any], keys: set[str]) -> SamplingParams:
         if body.get("model") not in (None, self.name):
@@ -72,14 +76,16 @@ class Endpoint:
         if unknown:
             raise ValueError(f"not supported: {', '.join(unknown)}; supported are {', '.join(sorted(known))}")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        given = {key: body[key] for key in SAMPLING if body.get(key) is not None}
-        return SamplingParams(**given | {"max_tokens": limit})
+        given: dict[str, Any] = {key: body[key] for key in SAMPLING if body.get(key) is not None}
+        given["max_tokens"] = limit
+        return SamplingParams(**given)
 
     def logprobs(self, found: TokenLogprobs | None, chat: bool) -> dict[str, Any] | None:
         """Log-probabilities in the form of chats, or of completions; a token that is no text by itself has its id."""
-        if found is None:
+        tokenizer = self.llm.tokenizer
+        if found is None or tokenizer is None:
             return None
-        text = {i: self.llm.tokenizer.decode([i]) for one in found for i in (one.token_id, *one.top)}
+        text = {i: tokenizer.decode([i]) for one in found for i in (one.token_id, *one.top)}
         parts = {i for i in text if not text[i] or REPLACEMENT in text[i]}
         text |= {i: f"token_id:{i}" for i in parts}
         if not chat:
@@ -142,10 +148,10 @@ def deltas(stream: TextStream) -> Iterator[dict[str, Any]]:
 
 def make_app(llm: LLM, name: str) -> Any:
     """The ASGI application."""
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
+    from starlette.applications import Starlette  # pyright: ignore[reportMissingImports]  # the extra serve
+    from starlette.requests import Request  # pyright: ignore[reportMissingImports]  # the extra serve
+    from starlette.responses import JSONResponse, Response, StreamingResponse  # pyright: ignore[reportMissingImports]  # the extra serve
+    from starlette.routing import Route  # pyright: ignore[reportMissingImports]  # the extra serve
 
     endpoint = Endpoint(llm, name)
 
@@ -162,8 +168,8 @@ def make_app(llm: LLM, name: str) -> Any:
         def chunk(piece: Any, reason: str | None = None) -> str:
             nonlocal sent
             choice = {"index": 0, "delta" if chat else "text": piece, "finish_reason": reason, "logprobs": None}
-            if stream.params.logprobs is not None:
-                found = stream.completion.logprobs[sent:]
+            if (all_found := stream.completion.logprobs) is not None:
+                found = all_found[sent:]
                 choice["logprobs"], sent = endpoint.logprobs(found, chat), sent + len(found)
             return event(first | {"choices": [choice]})
 
@@ -246,11 +252,11 @@ def main() -> int:
         missing = [package for package in ("starlette", "uvicorn") if find_spec(package) is None]
         if missing:
             raise ValueError(f"{' and '.join(missing)} not installed: pip install 'deepseek-attn[serve]'")
-        import uvicorn
+        import uvicorn  # pyright: ignore[reportMissingImports]  # the extra serve
 
         with LLM(args.model or default_checkpoint(), speculate=args.speculate, **runner_options(args)) as llm:
             hub = args.model is not None and not Path(args.model).exists()
-            app = make_app(llm, args.name or (args.model if hub else llm.directory.name))
+            app = make_app(llm, str(args.name or (args.model if hub else llm.directory.name)))
             uvicorn.run(app, host=args.host, port=args.port)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
