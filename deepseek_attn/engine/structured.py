@@ -136,7 +136,7 @@ class GrammarState:
         if consumed != tokens[: len(consumed)]:  # drafts that were rejected
             same = next((i for i, (a, b) in enumerate(zip(consumed, tokens, strict=False)) if a != b), None)
             same = min(len(consumed), len(tokens)) if same is None else same
-            if not matcher.rollback(len(consumed) - same) or matcher.is_error():
+            if matcher is None or not matcher.rollback(len(consumed) - same) or matcher.is_error():
                 matcher, same = None, 0
             consumed = consumed[:same]
         if matcher is None:
@@ -185,7 +185,7 @@ def bytes_of_characters() -> dict[str, int]:
 
 def import_llguidance() -> Any:
     try:
-        import llguidance
+        import llguidance  # pyright: ignore[reportMissingImports]  # an extra
     except ImportError as error:
         raise ValueError(
             f"structured output needs llguidance ({error}): pip install 'deepseek-attn[structured]'"
