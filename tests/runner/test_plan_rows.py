@@ -1,0 +1,111 @@
+"""Every row of a launch table is taken: for a problem like those of published models, or for one that is stated here.
+
+A step of each model shows the problems of its ops. What depends on the batch, on the ranks or on the numerics is then
+varied without running steps: tables are consulted with these problems at other sizes, in other formats, on other GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.checkpoint.names import CanonicalSource
+from deepseek_attn.checkpoint.names_v32 import canonical_names
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.impls.options import AttentionOptions
+from deepseek_attn.kernels.attention.plan import LayerCall
+from deepseek_attn.kernels.collectives.plan import ExchangeProblem
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.plans import Table, recorded_choices
+from deepseek_attn.kernels.indexer.plan import BlocksProblem, IndexQueryProblem, ScoresProblem
+from deepseek_attn.kernels.indices.plan import IndexProblem
+from deepseek_attn.runner.step_plans import step_plans
+from tests.house.test_plans import TABLES
+
+H100 = GPU((9, 0), 132)
+GPUS = [H100, GPU((8, 0), 108), GPU((8, 9), 142), GPU((10, 0), 148), GPU((12, 0), 188)]
+MODELS = ("v4_flash", "v4_pro", "v32", "v41_flash")
+TOKENS = [1, 2, 5, 8, 9, 16, 17, 33, 64, 65, 100, 128, 300, 600, 1024, 4096, 8192]
+SIZES = {
+    "tokens": TOKENS, "rows": TOKENS, "queries": TOKENS, "requests": [1, 8, 128], "width": [128, 512, 700, 8192, 65536],
+    "batch_invariant": [False, True], "values": [1 << 12, 1 << 20, 1 << 25], "max_query_len": [1, 8192],
+    "heads": [8, 64, 128], "key_format": ["fp8", "fp4"], "weights": ["plain", "fp8", "fp4"],
+    "fp8_weight": [False, True], "quantize": [False, True], "columns": [24, 48, 256],
+    "weight_dtype": [torch.float32, torch.bfloat16],
+}  # fmt: skip
+"""Fields of problems, with the values that are tried."""
+STATED = {
+    # where flash_mla is installed
+    "attention.library": [
+        LayerCall(queries, heads, width, record)
+        for queries in (1, 2, 8, 9, 33)
+        for heads in (16, 64, 128)
+        for width in (128, 640)
+        for record in ("", "fp8_v4", "fp8_v32")
+    ],
+    "collectives.exchange": [ExchangeProblem(4096, 8)],  # several ranks
+    # V4.1 at lengths from which candidate blocks limit the selection
+    "indexer.candidate_scores": [ScoresProblem(4, 1, 16384, 64, 128, "fp8", exact) for exact in (False, True)],
+    "indexer.blocks": [BlocksProblem(kernel, 4, 512) for kernel in ("block_scores_kernel", "candidate_entries_kernel")],
+    "indexer.queries": [IndexQueryProblem(tokens, "index_query_kernel") for tokens in (1, 64)],  # training, impls
+    "indices.index": [IndexProblem("compute_global_topk_indices_and_lens", 4, 512)],  # impls on FlashMLA
+}
+"""Problems by the name of a table, of which the steps below have none."""
+
+
+def problems_of(model: str, numerics: str = "serving", dtype: torch.dtype = torch.bfloat16) -> set[tuple[str, Any]]:
+    """The problems that tables were asked about in a decode step, a short and a long prompt; by name of the table."""
+    config = ModelConfig.from_preset(model)
+    headers = CanonicalSource(RandomSource(config), canonical_names(config)).entries()
+    with recorded_choices() as choices:
+        step_plans(
+            config, headers, [4], 8192, [48, 2048], numerics=numerics_for(config, numerics), dtype=dtype, gpu=H100,
+            cuda_graphs=True, attention=AttentionOptions(),
+        )  # fmt: skip
+    return {(consulted.table.name, consulted.problem) for consulted in choices}
+
+
+def same_kind(problem: Any, name: str) -> bool:
+    """The field has a value of the kind that is tried: two problems may use one name differently."""
+    return type(getattr(problem, name)) is type(SIZES[name][0])
+
+
+def at_other_sizes(problem: Any) -> Iterator[Any]:
+    varied = [field.name for field in fields(problem) if field.name in SIZES and same_kind(problem, field.name)]
+    for values in product(*(SIZES[name] for name in varied)):
+        yield replace(problem, **dict(zip(varied, values, strict=True)))
+
+
+def taken_rows(table: Table, problem: Any) -> Iterator[tuple[str, str]]:
+    for other, gpu in product(at_other_sizes(problem), GPUS):
+        choice = table.choose(other, gpu)
+        yield choice.when, choice.kernel
+
+
+@pytest.fixture(scope="module")
+def problems():
+    found = set().union(*map(problems_of, MODELS), problems_of("v4_flash", "exact", torch.float32))
+    return {
+        table.name: [problem for name, problem in found if name == table.name] + STATED.get(table.name, [])
+        for table in TABLES
+    }
+
+
+@pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])
+def test_every_row_is_taken(table, problems):
+    rows = {(row.when.name, row.kernel) for row in table.rows}
+    taken: set[tuple[str, str]] = set()
+    for problem in problems[table.name]:
+        taken.update(taken_rows(table, problem))
+        if taken == rows:
+            break
+    assert sorted(rows - taken) == []
