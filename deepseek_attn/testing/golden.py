@@ -27,6 +27,7 @@ from deepseek_attn.checkpoint.headers import FLOAT_DTYPES
 from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.stored_weights import scale_name
 from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.testing.errors import BY_DTYPE, QUANTIZED_CACHE, QUANTIZED_INPUTS
 from deepseek_attn.testing.golden_record import (
     NUMERICS,
@@ -423,7 +424,7 @@ def _record(name: str, case: _Case, config: AnyConfig, source: Any) -> Golden:
     elif case.kind == "moe":
         inputs = {"token_ids": token_ids, "x": drawn("x", case.tokens, hidden)}
         record = lambda numerics: record_moe(config, source, numerics, case.layers[0], inputs["x"], token_ids)  # noqa: E731
-    elif case.kind == "hyper_connection":
+    elif case.kind == "hyper_connection" and isinstance(config, DeepseekV4Base):
         inputs = {
             "streams": drawn("streams", case.tokens, config.hc_mult, hidden),
             "y": drawn("y", case.tokens, hidden),

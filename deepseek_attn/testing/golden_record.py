@@ -136,7 +136,7 @@ def _add_layer(out: Ops, ops: Ops, prefix: str, session: LayerSession, sequence:
             _add_bytes(out, f"{prefix}cache.{kind}", pool, slots)
     window = runner.pools.get(layer.prefix, "window")
     if window is not None:
-        kept = range(max(0, tokens - runner.config.sliding_window), tokens)
+        kept = range(max(0, tokens - layer.window_size), tokens)
         _add_bytes(out, f"{prefix}cache.window", window, slots_of(runner, sequence, window, kept))
     out[f"{prefix}query"] = ops[f"{prefix}query"]
     index_q = ops.get(f"{prefix}index_query")

@@ -436,6 +436,23 @@ def test_a_full_disk_leaves_nothing(models, tmp_path, again):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_crop_that_cannot_be_replaced_stays(models, tmp_path, monkeypatch):
+    out, real, calls = tmp_path / "crop", os.replace, []
+
+    def fails_once(source, target):
+        calls.append(target)
+        if len(calls) == 2:  # the old folder has been moved away
+            raise OSError(5, "Input/output error")
+        real(source, target)
+
+    crop_checkpoint(models("v4"), out, layers=[1])
+    monkeypatch.setattr(os, "replace", fails_once)
+    with pytest.raises(ValueError, match="cannot be written: Input/output error"):
+        crop_checkpoint(models("v4"), out, layers=[0], overwrite=True)
+    assert json.loads((out / RECORD_FILE).read_text())["layers"] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["crop"]
+
+
 SLOW = """
 import sys, time
 from deepseek_attn.checkpoint import write
