@@ -24,6 +24,7 @@ from deepseek_attn.cli.terminal import say, show, write_above_bars
 from deepseek_attn.engine.llm import LLM, IndexedPrompt, Prompt
 from deepseek_attn.engine.request import Completion
 from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.engine.structured import with_response_format
 from deepseek_attn.utils.json_files import parse_json
 from deepseek_attn.utils.line_files import LineFile, appending
 
@@ -113,7 +114,11 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
             known = done.pop(index, None)
             if known is None:
                 name = {} if line.id is None else {"id": line.id}
-                yield IndexedPrompt(index, line.prompt, line.params), {"index": index, **name, "request": request}
+                params = line.params
+                if isinstance(line.prompt, Chat):
+                    chat = conversation_of(self._args, line.prompt)
+                    params = with_response_format(params, chat.messages, chat.options)
+                yield IndexedPrompt(index, line.prompt, params), {"index": index, **name, "request": request}
             elif known != request:
                 raise ValueError(
                     f"--resume: the line of prompt {index} in {self._args.out} is of another prompt, or was made with "

@@ -22,6 +22,7 @@ from deepseek_attn.engine.records import RecordArguments, Recording
 from deepseek_attn.engine.request import Completion, Request, RequestFailed
 from deepseek_attn.engine.sampling import SamplingParams, checked_params
 from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.engine.structured import with_response_format
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
 from deepseek_attn.runner.prompts import TokenIds, each_prompt, prompt_list, token_list
@@ -350,6 +351,7 @@ class LLM:
                 ``continue_final_message``, ``allow_special``; see `ChatOptions`.
         """
         prompt, _ = self.chat_prompt(messages, **options)
+        params = with_response_format(params, messages, options)
         return self.stream(prompt, params) if stream else self.generate([prompt], params)[0]
 
     def chat_prompt(self, messages: list[dict], **options: Unpack[ChatOptions]) -> tuple[list[int], str]:

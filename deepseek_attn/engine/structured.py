@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -38,6 +40,32 @@ def compiled_grammar(
     if key not in tables:
         tables[key] = GrammarTable(tokenizer, *key)
     return tables[key].compiled(kind, getattr(params, kind))
+
+
+def with_response_format(
+    params: SamplingParams | None, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> SamplingParams | None:
+    """Parameters of a chat whose ``response_format`` also restricts the tokens; unchanged where it only asks.
+
+    It only asks without llguidance, with ``"strict": false``, where there are tools, which the model may call instead,
+    where an answer is continued, and beside a structure of ``params``. The encoding judges the form.
+
+    Args:
+        messages, options: of the chat, see `ChatOptions`.
+    """
+    form = options.get("response_format")
+    kind = form.get("type") if isinstance(form, dict) else None
+    described = form["json_schema"] if kind == "json_schema" and isinstance(form.get("json_schema"), dict) else {}
+    schema = {"type": "object"} if kind == "json_object" else described.get("schema")
+    if schema is None or described.get("strict") is False or find_spec("llguidance") is None:
+        return params
+    tools = options.get("tools") and options.get("tool_choice") != "none"
+    if tools or any(message.get("tools") for message in messages):
+        return params
+    if options.get("continue_final_message") or any(messages[-1].get(key) for key in ("prefix", "wo_eos")):
+        return params
+    params = SamplingParams() if params is None else params
+    return params if any(getattr(params, name) is not None for name in KINDS) else replace(params, json_schema=schema)
 
 
 class GrammarTable:

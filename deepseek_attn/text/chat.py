@@ -44,7 +44,8 @@ class ChatOptions(TypedDict, total=False):
             "parameters": {JSON schema}}}`` each, or the function alone.
         tool_choice: ``"auto"``; ``"none"``: as if no tools; ``"required"``: the answer begins with calls (chat mode).
         response_format: OpenAI's ``{"type": "json_object"}`` or ``{"type": "json_schema", "json_schema": {"schema":
-            ...}}``: the model is asked for it.
+            ...}}``: the model is asked for it. `LLM.chat` also restricts the tokens to it, see
+            `with_response_format`.
         documents: for Jinja templates that have a place for them.
         continue_final_message: the last message is the beginning of an answer, which is continued. So does
             ``"prefix": True`` in that message.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,6 +138,62 @@ def test_the_answer_after_reasoning_has_the_structure(llm):
         assert completion.answer in CHOICES
         assert (completion.token_ids.index(end) <= 9) if ids[-1] == think else completion.token_ids[-1] == 1
         assert bool(completion.reasoning) == (ids[-1] == think)
+
+
+HI = [{"role": "user", "content": "hi"}]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+DRAWN = SamplingParams(max_tokens=250, seed=5, temperature=1.5)
+
+
+@pytest.fixture(scope="module")
+def chats(folder):
+    return LLM(folder, **OPTIONS | {"max_model_len": 4000, "max_num_batched_tokens": 2000})
+
+
+def test_a_response_format_restricts_the_answer(chats):
+    completion = chats.chat(HI, DRAWN, response_format=FORMAT)
+    assert completion.finish_reason == "stop"
+    check_json(json.loads(completion.answer))
+    assert "".join(chats.chat(HI, DRAWN, response_format=FORMAT, stream=True)) == completion.text
+    assert chats.chat(HI, DRAWN, response_format=FORMAT, tools=[TOOL], tool_choice="none").text == completion.text
+    begun = chats.chat(HI, replace(DRAWN, max_tokens=20), response_format={"type": "json_object"})
+    assert begun.answer.lstrip()[:1] in ("{", "")
+    own = chats.chat(HI, replace(DRAWN, choices=("yes",)), response_format=FORMAT)
+    assert own.answer == "yes"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        (HI, {"response_format": {"type": "text"}}),
+        (HI, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": False}}}),
+        (HI, {"tools": [TOOL]}),
+        ([{"role": "system", "content": "s", "tools": [TOOL]}, *HI], {}),
+        ([*HI, {"role": "assistant", "content": "{", "prefix": True}], {}),
+        ([*HI, {"role": "assistant", "content": "{"}], {"continue_final_message": True}),
+    ],
+    ids=["text", "not strict", "tools", "tools of a message", "prefix", "continued"],
+)
+def test_a_response_format_that_is_only_asked_for(chats, messages, options):
+    options = {"response_format": FORMAT} | options
+    ids, _ = chats.chat_prompt(messages, **options)
+    params = replace(DRAWN, max_tokens=8)
+    assert chats.chat(messages, params, **options).token_ids == chats.generate([ids], params)[0].token_ids
+
+
+def test_a_response_format_without_the_package_is_only_asked_for(chats, monkeypatch):
+    ids, _ = chats.chat_prompt(HI, response_format=FORMAT)
+    params = replace(DRAWN, max_tokens=8)
+    monkeypatch.setattr("deepseek_attn.engine.structured.find_spec", lambda name: None)
+    assert chats.chat(HI, params, response_format=FORMAT).token_ids == chats.generate([ids], params)[0].token_ids
+
+
+def test_a_response_format_of_a_line(folder, capsys, tmp_path):
+    (tmp_path / "prompts").write_text(json.dumps({"messages": HI, "response_format": FORMAT, "seed": 5}))
+    flags = ["--model", str(folder), "--device", "cpu", "--max-model-len", "4000", "--max-tokens", "250"]
+    assert main(["generate", *flags, "--prompts", str(tmp_path / "prompts")]) == 0
+    check_json(json.loads(json.loads(capsys.readouterr().out)["text"]))
 
 
 def test_min_tokens_do_not_keep_a_complete_text_from_its_end(llm):
