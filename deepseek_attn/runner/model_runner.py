@@ -293,7 +293,8 @@ class ModelRunner(LoadedModel):
         """The recorder of a step in which something is recorded or replayed; order: place in the batch of each row."""
         if not (any(options.record) or any(options.replay)):
             return None
-        record, replay = ([values[i] if values else None for i in order] for values in (options.record, options.replay))
+        record = [options.record[i] if options.record else None for i in order]
+        replay = [options.replay[i] if options.replay else None for i in order]
         return StepRecorder(model, self._recorded_layers(), self.parallel, rows, record, replay)
 
     def _recorded_layers(self) -> RecordedLayers:

@@ -83,7 +83,7 @@ class RecordStore:
             if name not in self._spool:
                 self._spool[name] = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115
             self._spool[name].seek(start * row_bytes)
-            self._spool[name].write(memoryview(data.numpy()))
+            self._spool[name].write(data.numpy().data)
         except OSError as error:
             raise ValueError(f"records cannot be written in {str(self.path.parent)!r}: {error.strerror}") from error
 

@@ -175,7 +175,9 @@ def _rows(array: Tensor, column: int | None, start: int, end: int) -> Tensor | N
 
 def _blocks(array: Tensor | None, column: int) -> Iterator[tuple[int, Tensor]]:
     """(first row, rows int64) of one layer."""
-    for start in range(0, 0 if array is None else len(array), CHECKED_ROWS):
+    if array is None:
+        return
+    for start in range(0, len(array), CHECKED_ROWS):
         rows = _rows(array, column, start, start + CHECKED_ROWS)
         if rows is not None:
             yield start, rows

@@ -73,7 +73,7 @@ class StepRecorder:
             for name, like in self._template.arrays.items()
             if name != "token_ids"
         }
-        self._step: StepMetadata | None = None
+        self._begun: StepMetadata | None = None
         self._first, self._places, self._rows = 0, slice(0, 0), None
 
     @contextmanager
@@ -93,10 +93,16 @@ class StepRecorder:
             for hook in hooks:
                 hook.remove()
 
+    @property
+    def _step(self) -> StepMetadata:
+        if self._begun is None:
+            raise RuntimeError("a layer ran before `begin`")
+        return self._begun
+
     def begin(self, step: StepMetadata, first: int = 0) -> None:
         """The tokens that are computed next: those of ``step``, from token ``first`` of the whole step on."""
         count = len(step.positions)
-        self._step, self._first = step, first
+        self._begun, self._first = step, first
         self._places = slice(bisect_left(self._kept, first), bisect_left(self._kept, first + count))
         kept = [row - first for row in self._kept[self._places]]
         self._rows = None if len(kept) == count else torch.tensor(kept, dtype=torch.int64, device=step.positions.device)

@@ -109,7 +109,8 @@ class TokenRecords:
                 arrays = {name: file.get_tensor(name) for name in ARRAYS if name in names}
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{str(path)!r} cannot be read as records (safetensors): {error}") from error
-        return cls(**arrays, **{name: _layer_list(path, name, metadata.get(name, "[]")) for name in LAYER_LISTS})
+        fields: dict[str, Any] = {name: _layer_list(path, name, metadata.get(name, "[]")) for name in LAYER_LISTS}
+        return cls(**arrays, **fields)
 
 
 ARRAYS = ("token_ids", "experts", "expert_weights", "selections", "candidates", "hidden_states")

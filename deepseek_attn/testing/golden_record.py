@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.checkpoint import CheckpointSource
 from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.queries import AttentionQueries
 from deepseek_attn.kernels.hyper_connection import DelayedOutput, SublayerOutput, hc_post, hc_pre
@@ -53,7 +54,7 @@ class _RecordingImpl:
 
     def attend(self, layer: Any, queries: AttentionQueries, kv: Tensor, positions: Tensor) -> Any:
         self.ops[f"{self.prefix}query"] = queries.normed()[:, : layer.num_heads].clone()
-        result = self.impl.attend(layer, queries, kv, positions)
+        result: Any = self.impl.attend(layer, queries, kv, positions)
         self.ops[f"{self.prefix}attended"] = result[:, : layer.num_heads].clone()
         return result
 
@@ -185,7 +186,7 @@ def record_moe(
 
 
 def record_hyper_connection(
-    config: AnyConfig, source: CheckpointSource, numerics: str, layer: int, streams: Tensor, y: Tensor
+    config: DeepseekV4Base, source: CheckpointSource, numerics: str, layer: int, streams: Tensor, y: Tensor
 ) -> Ops:
     """The hyper-connection around the attention of one layer of V4: streams ``[T, m, D]`` before, ``y`` its output."""
     runner = make_runner(config, source, numerics, len(y), layers=[layer])
@@ -216,7 +217,7 @@ def record_model(config: AnyConfig, source: CheckpointSource, numerics: str, tok
 
     blocks = [(f"layers.{number}", block) for number, block in runner.model.layers.items()]
     if config.dspark is None:
-        blocks += [(f"mtp.{number}", block) for number, block in runner.model.mtp.items()]
+        blocks += [(f"mtp.{number}", block) for number, block in runner.whole_model().mtp.items()]
     for name, block in blocks:
         if getattr(block, "engram", None) is not None:
             watch(block.engram, f"{name}.engram", lambda args, result: result)

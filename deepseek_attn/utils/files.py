@@ -204,7 +204,7 @@ def store_tensors(file: IO[bytes], tensors: Mapping[str, TensorBlocks], metadata
         written = 0
         for block in tensor.blocks:
             data = block.contiguous().reshape(-1).view(torch.uint8)
-            written += file.write(memoryview(data.numpy()))
+            written += file.write(data.numpy().data)
         if written != tensor.nbytes:
             raise ValueError(f"{name} has {written} bytes, its source announced {tensor.nbytes}")
 

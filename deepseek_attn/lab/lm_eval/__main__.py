@@ -15,7 +15,7 @@ def main() -> None:
         import deepseek_attn.lab.lm_eval.model  # noqa: F401 registers it
     except ModuleNotFoundError as error:
         sys.exit(str(error))
-    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportAttributeAccessIssue]  # the extra lm-eval
 
     cli_evaluate()
 

@@ -15,11 +15,18 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.text.tokenizer import Tokenizer
 
 try:
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]  # the extra lm-eval
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]  # the extra lm-eval
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]  # the extra lm-eval
+    from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]  # the extra lm-eval
+        handle_stop_sequences,
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
+    from lm_eval.utils import (  # pyright: ignore[reportMissingImports]  # the extra lm-eval
+        get_rolling_token_windows,
+        make_disjoint_window,
+    )
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}: pip install 'deepseek-attn[lm-eval]'", name=error.name) from error
 
