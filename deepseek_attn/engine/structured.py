@@ -53,9 +53,10 @@ def with_response_format(
     Args:
         messages, options: of the chat, see `ChatOptions`.
     """
-    form = options.get("response_format")
-    kind = form.get("type") if isinstance(form, dict) else None
-    described = form["json_schema"] if kind == "json_schema" and isinstance(form.get("json_schema"), dict) else {}
+    given = options.get("response_format")
+    form = given if isinstance(given, dict) else {}
+    kind, described = form.get("type"), form.get("json_schema")
+    described = described if kind == "json_schema" and isinstance(described, dict) else {}
     schema = {"type": "object"} if kind == "json_object" else described.get("schema")
     if schema is None or described.get("strict") is False or find_spec("llguidance") is None:
         return params

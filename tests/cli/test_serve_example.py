@@ -75,7 +75,9 @@ def writes(llm, monkeypatch):
         make = llm._make_request
         forcing = {"logits_processors": (forced,), "max_tokens": len(tokens)}
         monkeypatch.setattr(
-            llm, "_make_request", lambda prompt, params, index: make(prompt, replace(params, **forcing), index)
+            llm,
+            "_make_request",
+            lambda prompt, params, *others: make(prompt, replace(params, **forcing), *others),
         )
 
     return write
