@@ -73,19 +73,19 @@ class NextToken:
         return StepOptions(greedy=True)
 
     def next_step(self, work: Work, runner: ModelRunner) -> list[Request]:
-        """Requests whose next step computes what this one chooses; none if the next step may be another."""
+        """Requests whose next step computes the tokens that this step chooses; empty if another step may come next."""
         if any(request.sequence.num_pending > n or leaves_snapshot(runner, request, n) for request, n in work):
             return []
         return [request for request, _ in work if request.tokens_left > 1]
 
     def propose(self, running: list[Request]) -> None:
-        """Called before each step; may append drafts to requests that have none."""
+        """Called before each step; may append drafts to requests without drafts."""
 
     def forget(self) -> None:
         """Called after a step that broke off: drafts are gone."""
 
     def accept(self, work: Work, output: StepOutput) -> Accepted:
-        """Chooses the tokens of requests that have none pending; one without a next token fails alone."""
+        """Chooses the next tokens of requests without pending tokens; a request without a next token fails alone."""
         if not any(is_ready(request) for request, _ in work):
             return Accepted()  # without waiting for the device
         if output.tokens is not None:
@@ -107,7 +107,7 @@ class NextToken:
 
 
 def next_tokens(logits: torch.Tensor, owners: list[tuple[Request, int]]) -> list[int | str]:
-    """The token after each row, or why there is none.
+    """The token after each row, or the reason why there is none.
 
     Args:
         logits: float32 ``[B, vocab]``, which stays as it is.

@@ -1,7 +1,7 @@
 """Engine: requests in, tokens out, step by step; a request that fails does so alone.
 
-Whatever breaks off a step, a `KeyboardInterrupt` at any point included, undoes it up to the tokens that requests have
-by then, from which everything else follows (`Engine._whole`). So the next step goes on with the same tokens.
+Any exception in a step, a `KeyboardInterrupt` at any point included, rolls it back to the tokens that requests have by
+then; all other state follows from these tokens (`Engine._whole`). So the next step continues with the same tokens.
 
 Several threads can use an engine: every method that changes anything waits for its turn (`utils.turns`). A step
 computes the requests of all threads, whichever thread calls it; each caller gets the outputs of its own requests.
@@ -60,7 +60,7 @@ class RequestOutput:
 
 
 class Engine:
-    """Runs requests on a model, as many at a time as its caches hold.
+    """Runs requests on a model; its caches bound the number of requests that run at a time.
 
     Args:
         tokenizer: makes text of tokens; None: token ids only.
@@ -91,7 +91,7 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running or self._steppers.unreported)
 
     def add_request(self, prompt: TokenIds, params: SamplingParams | None = None, *, index: int = 0) -> Request:
-        """Queues a prompt of token ids. One that cannot be run comes back with an error, and `step` reports it.
+        """Queues a prompt of token ids. An invalid prompt comes back as a request with an error, and `step` reports it.
 
         Args:
             index: with a seed in ``params``, requests of different index draw different random numbers.
@@ -146,8 +146,8 @@ class Engine:
     def cancel(self, request: Request) -> bool:
         """Ends a request and frees all it holds, between two steps; False if it had ended already.
 
-        With the first of ``n`` completions of a prompt the others end too. A request that was never submitted also
-        ends, and cannot be submitted any more. A call from within a step (by a hook or a signal handler) takes effect
+        With the first of ``n`` completions of a prompt all of them end. A request that was never submitted also ends,
+        and cannot be submitted any more. A call from within a step (by a hook or a signal handler) takes effect
         when the step has ended.
 
         Raises:
@@ -179,8 +179,9 @@ class Engine:
         step, they are cancelled after it.
 
         Args:
-            requests: None in place of one says that it is not there yet: the others go on, and it is asked for again.
-            max_in_flight: requests that are taken before one of them has ended; None: all, before the first step.
+            requests: None instead of a request means "not there yet": the other requests run, and `next` is called
+                again later.
+            max_in_flight: upper bound of unfinished requests of this run; None: all are taken before the first step.
 
         Raises:
             ValueError: a request belongs to another engine or another run, or cannot be submitted.
@@ -214,7 +215,7 @@ class Engine:
 
     @in_turn
     def _begin(self, caller: Caller) -> None:
-        """Refuses a `run` beside one of another thread, where ranks share the model."""
+        """Refuses a second `run` in another thread if ranks share the model."""
         if self.runner.parallel.world == 1:
             return
         if any(run.thread != caller.thread for run in self._runs):
@@ -247,10 +248,10 @@ class Engine:
                 caller.unreported[each] = known or Unreported(each.num_generated)
 
     def step(self) -> list[RequestOutput]:
-        """Computes one batch: every decode, and as many prompt tokens as the budget leaves.
+        """Computes one batch: every decode, and prompt tokens up to the token budget.
 
-        A step that raises, because it was interrupted or ``on_step`` failed, loses nothing: the next one goes on from
-        the tokens that there are, and returns what this one would have.
+        A step that raises, because it was interrupted or ``on_step`` failed, loses nothing: the next step continues
+        with the same tokens, and also returns the outputs of this one.
 
         Returns:
             The outputs of each request that took part, failed, or was cancelled since the last step; requests of a
@@ -291,7 +292,7 @@ class Engine:
 
     @in_turn
     def _put_back(self, taken: Caller) -> None:
-        """Reports once more what did not reach the caller of `step`."""
+        """Reports outputs again that did not reach the caller of `step`."""
         unreported = dict(taken.unreported)
         for request, newer in self._steppers.unreported.items():
             older = unreported.get(request, Unreported(newer.start))
@@ -316,7 +317,7 @@ class Engine:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Context of a change to requests: whatever exception ends it, `_restore` then makes up for what is missing."""
+        """Context of a change to requests: after any exception, `_restore` makes the state consistent again."""
         if self._broke_off:  # `_restore` was interrupted
             self._restore()
         self._broke_off = True
@@ -342,8 +343,8 @@ class Engine:
         """Admits requests, computes a batch, hands out its tokens, and counts."""
         started, stats = time.perf_counter(), StepStats()
         self.last_step = stats
-        # A decode step that is launched already comes first: waiting requests are admitted after it. Then no further
-        # step is launched early while one of them could start, so that it waits for one step, not for many.
+        # A prelaunched decode step comes first; waiting requests are admitted after it. While a request could start, no
+        # further step is launched early, so that the request waits for one step, not for many.
         next_step_launched = bool(self.scheduler.running) and self.runner.next_step_launched
         if not next_step_launched:
             self.scheduler.admit(stats)
@@ -405,8 +406,8 @@ class Engine:
     def _run_each(self, work: Work, ends: list[int], error: Exception) -> tuple[Work, StepOutput]:
         """After a step failed: every request again, alone, up to where the step would have computed it.
 
-        One that finds too few pages or too little memory is left to the next step, which can take them from others: it
-        may need more than in the step that failed, where it shared pages that it now computes again.
+        A request without enough pages or memory is left to the next step, which can take them from other requests: it
+        may need more than in the failed step, because it now computes pages again that it shared there.
         """
         if len(work) == 1:
             self._fail(work[0][0], describe(error), error)
@@ -484,13 +485,13 @@ class Engine:
             self.scheduler.remove(request)
 
     def _report(self, request: Request) -> Unreported:
-        """Has the next outputs report what becomes of a request from here on."""
+        """Registers a request: the next outputs report its progress from here on."""
         caller = request.caller or self._steppers
         return caller.unreported.setdefault(request, Unreported(request.num_generated))
 
 
 def with_records(options: StepOptions, work: Work) -> StepOptions:
-    """The options, with what is recorded of each request and what it is computed with."""
+    """The options, with the records and replays of each request."""
     if all(request.takes_computed for request, _ in work):
         return options
     record = tuple(None if request.store is None else request.store.options for request, _ in work)

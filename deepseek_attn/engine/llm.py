@@ -159,7 +159,7 @@ class LLM:
         progress: bool = False,
         **record: Unpack[RecordArguments],
     ) -> list[Completion]:
-        """Completes one prompt or many, batched as the caches allow. One that fails does so alone.
+        """Completes one prompt or many, batched as the caches allow. A prompt that fails does so alone.
 
         Args:
             prompts: text (BOS is put in front) or token ids (used unchanged, in a list, a NumPy array or a tensor); or
@@ -168,7 +168,7 @@ class LLM:
                 above 1 a prompt's completion is its first, whose ``outputs`` are all of them.
             replay: records, or their files, whose experts and entries the prompts are computed with: a list with one
                 for each prompt, or None. Each has rows for its whole prompt at least (docs/records.md).
-            record: what to record; see `RecordArguments`. A recorded prompt starts from no kept prefix.
+            record: the records to return; see `RecordArguments`. A recorded prompt does not use the prefix cache.
             progress: show a bar over prompt and generated tokens, on a terminal.
 
         Raises:
@@ -208,17 +208,18 @@ class LLM:
     ) -> Generator[IndexedCompletion]:
         """Completes any number of prompts and yields ``(index, completion)`` of each as soon as it is done: all ``n``.
 
-        Prompts are taken as there is room for them, and nothing is kept of those that are done, so that memory is
-        bounded by the requests in flight. A prompt that cannot be run, or fails, has an ``error``; the others go on.
-        Closing the generator cancels those in flight.
+        A prompt is taken when there is room for it, and nothing of a finished prompt is kept, so the requests in flight
+        bound the memory. An invalid or failing prompt has an ``error``; all other prompts continue. Closing the
+        generator cancels the requests in flight.
 
         Args:
             prompts: as `generate` takes them. They count from 0 on, or have an index and parameters of their own
                 (`IndexedPrompt`).
-                None in place of a prompt says that it is not there yet: the others go on, and it is asked for again.
-            params: for all other prompts. With a seed, the tokens of a prompt depend on its index, not on the others.
+                None instead of a prompt means "not there yet": the other prompts run, and `next` is called again later.
+            params: for prompts without parameters of their own. With a seed, the tokens of a prompt depend on its
+                index, not on other prompts.
             encode: makes the prompt of an item, for instance of a chat message; a ValueError is that prompt's error.
-            max_in_flight: default: ``max_num_seqs``, as many as can run at the same time.
+            max_in_flight: default: ``max_num_seqs``, the number of requests that can run at the same time.
             progress: show a bar over prompts with tokens per second, on a terminal.
             record: as in `generate`.
 

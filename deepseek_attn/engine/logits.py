@@ -1,4 +1,4 @@
-"""Logits processing: what a request's parameters make of the model's logits before a token is chosen from them.
+"""Logits processing: the changes of the model's logits by a request's parameters, before a token is chosen.
 
 In this order, which is vLLM's, in float32:
 
@@ -145,11 +145,11 @@ class LogitsRow:
     """A row of logits, and the tokens before it.
 
     Attributes:
-        rules: of its request; None if that processes nothing.
-        token_ids: the request's tokens; those from ``end`` on do not come before the row.
+        rules: the rules of its request; None without rules.
+        token_ids: the request's tokens; the first ``end`` tokens come before the row.
         prompt: number of tokens of the prompt.
-        confirmed: number of tokens of the prompt and those that were sampled.
-        end: the same with the drafts before the row.
+        confirmed: number of prompt and sampled tokens.
+        end: number of prompt and sampled tokens and of drafts before the row.
     """
 
     rules: LogitsRules | None
@@ -174,7 +174,7 @@ def processed_logits(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> tuple[t
         rows: one per row.
 
     Returns:
-        The logits, ``logits`` itself if no request processes any; and by row what a logits processor failed with.
+        (logits, errors of logits processors by row). The logits are ``logits`` itself if no request has rules.
     """
     chosen = [(i, row.rules) for i, row in enumerate(rows) if row.rules is not None]
     if not chosen:
@@ -192,7 +192,7 @@ def processed_logits(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> tuple[t
 
 
 def _structured(rows: Sequence[LogitsRow], chosen: Chosen) -> tuple[dict[int, Allowed], dict[int, str]]:
-    """Tokens that structured output allows, and what it failed with, by row."""
+    """(tokens that structured output allows, its errors), both by row."""
     found, failures = dict[int, Allowed](), dict[int, str]()
     for i, rules in chosen:
         if rules.grammar is not None:
@@ -238,7 +238,7 @@ def _exclude(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: Chosen, en
 
 
 def _run_processors(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: Chosen) -> dict[int, str]:
-    """Has the functions of each request replace its rows; what those failed with, by row."""
+    """Replaces rows by the results of their requests' functions; returns the errors by row."""
     failures = {}
     for i, rules in chosen:
         try:

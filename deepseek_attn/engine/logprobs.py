@@ -1,4 +1,4 @@
-"""Log-probabilities of a step: the ones that its requests need, and how they get to the requests."""
+"""Log-probabilities of a step: selects the tokens that need them, and hands the results to the requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def sampled_logprobs(
 
     Args:
         owners: of each row, the request, and the number of drafts before the row; see `next_tokens`.
-        logits: the model's own, float32 ``[R, vocab]``; tokens: the token after each row, or why there is none.
+        logits: the model's own, float32 ``[R, vocab]``.
+        tokens: the token after each row, or the reason why there is none.
     """
     rows = [row for row, (request, _) in enumerate(owners) if request.logprobs.top is not None]
     if not rows:

@@ -32,10 +32,10 @@ class RecordArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Recording:
-    """Records that are asked for of each request of a call.
+    """The records of each request of a call.
 
     Attributes:
-        options: what is recorded; None: nothing.
+        options: the records to make; None: no records.
         directory: the folder of the files; None: records stay in memory.
     """
 
@@ -48,8 +48,8 @@ class Recording:
         """Checks the arguments, and makes the folder.
 
         Raises:
-            ValueError: unknown arguments, nothing to record, or what `ModelRunner.record_options` refuses; or a folder
-                that cannot be written to.
+            ValueError: unknown arguments, nothing to record, options that `ModelRunner.record_options` refuses, or a
+                folder that cannot be written to.
         """
         unknown = sorted(arguments.keys() - RecordArguments.__annotations__.keys())
         if unknown:
@@ -69,7 +69,7 @@ class Recording:
         return cls(runner, options, None if directory is None else Path(directory))
 
     def watch(self, request: Request, index: int, replay: Replayed | None) -> Request:
-        """Has a new request, and the other completions of its prompt, recorded and computed with ``replay``.
+        """Sets up records and ``replay`` for a new request and for all completions of its prompt.
 
         Raises:
             ValueError: records that cannot be replayed for its prompt.

@@ -39,16 +39,16 @@ class Completion:
         text: generated text without stop token or stop string; empty without a tokenizer.
         reasoning, answer: the text before and after the token ``</think>``; see `ReplyParser`. A prompt whose last
             ``<think>`` is not closed begins the reasoning; after any other all text is answer.
-        tool_calls: the calls in the text, whose markup is no part of the answer.
+        tool_calls: the calls in the text; their markup is not part of the answer.
         finish_reason: ``"stop"`` (EOS, stop token, stop string), ``"length"`` (max_tokens or max_model_len),
             ``"abort"`` (cancelled, or not finished) or ``"error"``.
-        error: what went wrong, with finish_reason ``"error"``.
+        error: the error message, with finish_reason ``"error"``.
         cached_tokens: prompt tokens that came from the prefix cache, or that the first of ``n`` completions computed.
         others: with ``SamplingParams(n=...)``, the completions of the prompt after this first one.
         logprobs: log-probabilities of ``token_ids``; None without `SamplingParams.logprobs`.
         prompt_logprobs: of ``prompt_token_ids[1:]``, fewer if the request ended before; None without
             `SamplingParams.prompt_logprobs`.
-        records: of all tokens that were computed, which the last generated one is not; None unless asked for.
+        records: records of all computed tokens (the last generated token is not computed); None unless requested.
     """
 
     prompt_token_ids: list[int]
@@ -116,8 +116,8 @@ class Caller:
 class Request:
     """A request, from its prompt to its end.
 
-    Its tokens up to ``confirmed_length`` and its ``finish_reason`` say where it stands. Caches, drafts, random numbers
-    and text follow from them, so that `restore` can bring them in line after an interruption at any point.
+    Its tokens up to ``confirmed_length`` and its ``finish_reason`` are its state. Caches, drafts, random numbers and
+    text follow from them, so `restore` can derive them again after an interruption at any point.
 
     Attributes:
         prompt_token_ids: as given when it was refused, so that its completion can show them.
@@ -130,9 +130,9 @@ class Request:
         cached_tokens: tokens that came from the prefix cache, or from ``first``, when it first started.
         preemptions: number of times it was preempted.
         caller: the receiver of its outputs; None before it is submitted.
-        others: the requests of the other completions of the same prompt; ``first`` of these: this request.
-        logprobs: log-probabilities of its tokens, as far as its parameters ask for them.
-        store: collects its records, which ``records`` are in the end; None: nothing is recorded.
+        others: the requests of the prompt's other completions; their ``first`` is this request.
+        logprobs: log-probabilities of its tokens, if its parameters request them.
+        store: collects its records; at the end they become ``records``. None: no records.
         store_failure: why its records could not be stored.
         replay: experts and entries that it is computed with.
     """
@@ -262,7 +262,7 @@ class Request:
                 self.store_failure = str(error)
 
     def finish_records(self) -> None:
-        """Completes the records of a request that has ended; one whose file cannot be written ends with an error.
+        """Completes the records of an ended request; if its file cannot be written, the request ends with an error.
 
         A request that was cancelled leaves no file.
         """
@@ -278,7 +278,7 @@ class Request:
             self.store.close()
 
     def share_prompt(self) -> None:
-        """Gives the other completions of the prompt its caches, but for the last token: they need its logits.
+        """Shares its caches with the prompt's other completions, except for the last token, whose logits they need.
 
         They have its log-probabilities too.
         """
@@ -324,7 +324,7 @@ class Request:
 
     @property
     def confirmed_length(self) -> int:
-        """Tokens of the prompt and those that were sampled: beyond them, ``token_ids`` holds drafts."""
+        """Number of prompt and sampled tokens: beyond them, ``token_ids`` holds drafts."""
         return self.prompt_length + self.num_generated
 
     @property
@@ -335,7 +335,7 @@ class Request:
 
     @property
     def max_computed(self) -> int:
-        """Tokens that can ever be computed: the last one that it generates is not."""
+        """Upper bound of computed tokens: the last generated token is never computed."""
         return self.confirmed_length + self.tokens_left - 1
 
     @property
@@ -343,7 +343,7 @@ class Request:
         return self.finish_reason is not None
 
     def random_numbers(self, ahead: int = 0) -> CounterGenerator:
-        """Random numbers from that of the token ``ahead`` places after the next one: one per generated token."""
+        """Random numbers, one per generated token, from the token ``ahead`` places after the next one on."""
         generator = CounterGenerator(self.generator.key)
         generator.position = self.num_generated + ahead
         return generator
@@ -402,7 +402,7 @@ class Request:
         self.drop_drafts()
 
     def release(self) -> None:
-        """Frees the caches and removes drafts; the other tokens stay."""
+        """Frees the caches and removes drafts; prompt and sampled tokens stay."""
         self._free()
         self.drop_drafts()
 

@@ -31,7 +31,7 @@ class RequestLogprobs:
 
     @property
     def missing(self) -> ScoredRows | None:
-        """The tokens of the prompt whose log-probabilities are still to be computed; None if there are none."""
+        """The prompt tokens whose log-probabilities are still to be computed; None if all are."""
         if self.prompt_top is None or (first := self.num_scored) == self.num_known:
             return None
         return ScoredRows(first, self.num_known, self.prompt_top)

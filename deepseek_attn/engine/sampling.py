@@ -217,7 +217,7 @@ class SamplingParams:
         ]
 
     def resolved(self, defaults: Mapping[str, Any] = DEFAULTS) -> ResolvedParams:
-        """The same with a value for each that is None: of ``defaults``, or the library's where those have none."""
+        """A copy with a value for each field that is None: from ``defaults``, else the library's."""
         unset = {name: defaults.get(name, value) for name, value in DEFAULTS.items() if getattr(self, name) is None}
         return cast("ResolvedParams", replace(self, **unset) if unset else self)  # none of its values is None now
 
@@ -239,7 +239,7 @@ class ResolvedParams(SamplingParams):
 
 
 def checked_params(params: SamplingParams | None, supported: str = "SamplingParams") -> SamplingParams:
-    """``params``, the defaults for None; ValueError for anything else, which names what is ``supported``."""
+    """``params``, or the defaults for None; ValueError for another type, with the ``supported`` ones."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):

@@ -15,7 +15,7 @@ from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.stats import StepStats
 from deepseek_attn.utils.tracing import traced
 
-PATIENCE = 32  # steps after one that ran out of memory, until larger ones are tried again
+PATIENCE = 32  # steps between a step that ran out of memory and the next larger one
 
 
 class Scheduler:
@@ -27,7 +27,7 @@ class Scheduler:
     Attributes:
         waiting: a set in which the first request is the next to run; the time to find or remove one does not depend on
             how many there are.
-        max_num_batched_tokens: that of the layout, less for a while after a step that ran out of memory.
+        max_num_batched_tokens: the layout's limit; smaller for a while after a step ran out of memory.
     """
 
     def __init__(self, manager: CacheManager, prefixes: PrefixCache | None):

@@ -60,7 +60,7 @@ class _Verification:
         """Accepts the drafts that are equal to the tokens chosen there, and the token after them; False if none is.
 
         Args:
-            chosen: the token after each row, or why there is none: rows after such a one do not count.
+            chosen: the token after each row, or the reason why there is none; later rows are then ignored.
         """
         tokens = list[int]()
         for token in chosen:
@@ -166,7 +166,7 @@ class MTPSpeculation(NextToken):
     def _sample(
         self, ready: list[_Verification], rows: list[torch.Tensor]
     ) -> tuple[list[list[int | str]], dict[Request, TokenLogprobs]]:
-        """The token after each row of each request, or why there is none; log-probabilities where they are wanted."""
+        """(token after each row of each request, or the reason why there is none; requested log-probabilities)."""
         logits, owners = torch.cat(rows), [(v.request, i) for v in ready for i in range(v.rows)]
         tokens = next_tokens(logits, owners)
         chosen = iter(tokens)

@@ -15,7 +15,8 @@ class Counts:
         prefill_tokens, decode_tokens: new tokens of prompts, and of decoding requests.
         generated: tokens that were sampled.
         preempted: requests that lost their caches to others.
-        queried_tokens, cached_tokens: of the admitted requests, tokens in all and those that the prefix cache had.
+        queried_tokens: tokens of the admitted requests.
+        cached_tokens: tokens of them that the prefix cache had.
         evicted: snapshots that were evicted from the prefix cache.
         verifications: how many requests had these (drafts, accepted drafts), those without drafts left out.
     """

@@ -22,7 +22,7 @@ _tables: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], GrammarT
 def compiled_grammar(
     params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int]
 ) -> Any:
-    """The llguidance matcher that a request's matchers are copies of; None if it asks for no structure.
+    """The llguidance matcher that a request copies; None for a request without structure.
 
     Raises:
         ValueError: llguidance is not installed, there is no tokenizer or no EOS token, or the schema, expression or
@@ -45,10 +45,11 @@ def compiled_grammar(
 def with_response_format(
     params: SamplingParams | None, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> SamplingParams | None:
-    """Parameters of a chat whose ``response_format`` also restricts the tokens; unchanged where it only asks.
+    """Parameters of a chat whose ``response_format`` also restricts the tokens.
 
-    It only asks without llguidance, with ``"strict": false``, where there are tools, which the model may call instead,
-    where an answer is continued, and beside a structure of ``params``. The encoding judges the form.
+    ``params`` is returned unchanged, so that the prompt alone requests the format: without llguidance, with ``"strict":
+    false``, with tools (the model may call them instead), for a continued answer, and if ``params`` has a structure.
+    The encoding checks the form.
 
     Args:
         messages, options: of the chat, see `ChatOptions`.

@@ -20,7 +20,7 @@ from deepseek_attn.utils.device import AsyncHostCopy, to_device
 
 LOGITS_PER_BLOCK = 1 << 24  # logits of known tokens that exist at once: 64 MiB
 ELEMENTS_PER_BLOCK = 1 << 22  # logits that are processed at once: scratch below 128 MiB
-MAX_TOP = 1024  # alternatives per token: beyond that, whole rows of logits are what is wanted
+MAX_TOP = 1024  # alternatives per token: for more, whole rows of logits are the better interface
 TOP_RULE = f"must be an integer from 0 (the token alone) to {MAX_TOP}; for whole rows of logits use ModelRunner.score"
 FRACTION_BITS = 34  # a sum of 2**18 multiples of 2**-34, each at most 1, has 52 bits: exact in float64
 UNIT = 2.0**FRACTION_BITS
@@ -58,7 +58,7 @@ class TokenLogprobs:
 
     @classmethod
     def join(cls, parts: Sequence[TokenLogprobs], top: int) -> TokenLogprobs:
-        """The tokens of all parts, one part after the other; without any, ``n = 0`` with ``top`` columns."""
+        """The tokens of all parts, concatenated; without parts, ``n = 0`` with ``top`` columns."""
         parts = parts or [cls.of([], np.empty((0, 2 + 2 * top)), top)]
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in NAMES))
 
@@ -108,7 +108,7 @@ NAMES = tuple(field.name for field in fields(TokenLogprobs))
 
 
 def check_top(top: object, name: str) -> None:
-    """ValueError if it is no supported number of alternatives."""
+    """ValueError if ``top`` is not a supported number of alternatives."""
     if is_top(top):
         return
     raise ValueError(f"{name}={top!r}: {TOP_RULE}")
@@ -228,7 +228,7 @@ def packed_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tor
     Notes:
         A row's bits depend on the row, its token and nothing else. The sum of exponentials is exact: its terms are
         rounded to multiples of 2**-68 and added as multiples of 2**-34 and of 2**-68, whose float64 sums are exact in
-        any order. So log-probabilities are those of a float64 log-softmax, up to its last bits.
+        any order. So log-probabilities equal a float64 log-softmax up to its last bits.
     """
     rows, vocab = logits.shape
     if vocab > MAX_SUMMANDS:

@@ -22,7 +22,8 @@ class RecordStore:
     """Collects the records of a sequence, whose rows arrive step by step.
 
     Args:
-        options: what is recorded; template: records of no token, with the dtypes and shapes.
+        options: the records to make.
+        template: records of zero tokens, with the dtypes and shapes.
         path: a file to write, which appears when the records are complete; None: they are kept in memory.
         discard: keep nothing, where another rank writes the file.
     """

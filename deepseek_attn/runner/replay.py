@@ -1,4 +1,4 @@
-"""Replays: recorded experts and entries in the place of what a model's routers and indexers would choose."""
+"""Replays: recorded experts and entries instead of the choices of a model's routers and indexers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records and replays in one step: what layers choose is copied to the host, or replaced, while the step is computed.
+"""Records and replays in one step: layers' choices are copied to the host, or replaced, while the step is computed.
 
 Routers and blocks are watched by torch's forward hooks, which exist for this step only; indexers call
 `StepMetadata.on_selection`. So other steps do not pay for it.

@@ -1,7 +1,7 @@
-"""Records of a sequence: what its layers chose and computed for each token; their options and their file.
+"""Records of a sequence: its layers' choices and hidden states by token; the options of records, and their file.
 
-A file is safetensors: tensors of the names and shapes of `TokenRecords`, those that were recorded, and in the header's
-metadata ``format`` and, as JSON lists, the numbers of the layers (``route_layers`` and so on).
+A file is safetensors: the recorded tensors, with the names and shapes of `TokenRecords`. The header's metadata has
+``format`` and, as JSON lists, the numbers of the layers (``route_layers`` and so on).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK_BYTES = 1 << 24  # of the rows that are written at once
 
 @dataclass(frozen=True, eq=False)
 class TokenRecords:
-    """What the layers of a model chose and computed for the first ``n`` tokens of a sequence.
+    """Choices and hidden states of a model's layers for the first ``n`` tokens of a sequence.
 
     Each array has one row per token and one column per layer of the list named with it. Ids are padded with -1. Arrays
     that were not recorded are None. Tensors are on the CPU; those of a file are read when they are used.
@@ -88,7 +88,7 @@ class TokenRecords:
         """Writes a file for `load`.
 
         Raises:
-            ValueError: it cannot be written there, with the reason; what was there before is unchanged.
+            ValueError: the file cannot be written, with the reason; an existing file is unchanged.
         """
         write_records(Path(path), self, lambda name: row_blocks(self.arrays[name]))
 
@@ -97,7 +97,7 @@ class TokenRecords:
         """Reads a file of `save` or of a request, or one that another program wrote with these names.
 
         Raises:
-            ValueError: it cannot be read, is no safetensors file, or has tensors or metadata of another kind.
+            ValueError: the file cannot be read, is not a safetensors file, or has other tensors or metadata.
         """
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -160,8 +160,9 @@ class RecordedLayers:
     """The layers of a loaded model that choose, by number, in order.
 
     Attributes:
-        routers: layers with experts; selectors: compress ratios of those with an indexer.
-        topk: entries that an indexer selects; 0 without any.
+        routers: layers with experts.
+        selectors: compress ratios of layers with an indexer.
+        topk: entries that an indexer selects; 0 without indexers.
         candidates: (blocks, entries of a block) of V4.1's layers that limit later selections.
         layers: all layers; state_shape: of one token's hidden states after one of them; dtype: of these.
         entry_dtype: int16 where it holds the number of every entry of a sequence, else int32.
@@ -203,7 +204,7 @@ class RecordedLayers:
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """What to record of each token of a sequence; see `TokenRecords`.
+    """The records to make of each token of a sequence; see `TokenRecords`.
 
     Attributes:
         routes: experts and their weights; selections: entries of indexers, and V4.1's candidates.
@@ -259,7 +260,7 @@ class RecordOptions:
         return TokenRecords(**arrays)
 
     def union(self, other: RecordOptions) -> RecordOptions:
-        """What either records."""
+        """The union of both records."""
         layers = tuple(sorted({*self.hidden_states, *other.hidden_states}))
         return RecordOptions(self.routes or other.routes, self.selections or other.selections, layers)
 

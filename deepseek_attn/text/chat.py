@@ -33,7 +33,7 @@ MODES = "thinking=True needs a reasoning effort other than 'none', and thinking=
 
 
 class ChatOptions(TypedDict, total=False):
-    """How a conversation is encoded, beside its messages.
+    """Options of a conversation's encoding, in addition to its messages.
 
     Attributes:
         thinking: thinking mode. Default: whether a ``reasoning_effort`` other than ``"none"`` is given.
@@ -148,7 +148,7 @@ def thinks(thinking: bool | None, effort: str | int | None) -> bool:
 
 
 def _chosen(tools: Any, choice: Any) -> Any:
-    """The tools that the model is told of."""
+    """The tools that the prompt describes."""
     if choice not in ("auto", "none", "required"):
         raise ValueError(f"tool_choice={choice!r:.80}: supported are 'auto', 'none' and 'required'")
     return [] if choice == "none" or tools is None else tools

@@ -1,4 +1,4 @@
-"""Conversations as DeepSeek-V3.2, V4 and V4.1 expect them: one renderer, and what differs between the three.
+"""Conversations as DeepSeek-V3.2, V4 and V4.1 expect them: one renderer, and the differences between the versions.
 
 Sources: the encoders that the checkpoints ship (``encoding/``) and deepseek-recipe 0.2.0, DeepSeek's own renderer of V4
 and V4.1 chats. Where the two differ the recipe is followed:
@@ -108,7 +108,7 @@ Here are the functions available in JSONSchema format:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What differs between the encodings.
+    """The differences between the encodings.
 
     Attributes:
         name: of the model.
@@ -179,7 +179,7 @@ V41 = Encoding(
 
 
 def effort_text(encoding: Encoding, effort: str | int | None) -> str:
-    """The text that asks for a reasoning effort. ValueError for one that the encoding does not have."""
+    """The text of a reasoning effort. ValueError for an effort that the encoding does not have."""
     if effort is None:
         return encoding.default_effort
     if encoding.budget and isinstance(effort, int) and not isinstance(effort, bool) and 1 <= effort <= 100:
@@ -192,7 +192,7 @@ def effort_text(encoding: Encoding, effort: str | int | None) -> str:
 
 
 def response_format_text(encoding: Encoding, given: dict[str, Any]) -> str:
-    """The text that asks for a response format in OpenAI's form; ValueError for another form. Empty for ``text``."""
+    """The text of a response format in OpenAI's form; empty for ``text``. ValueError for another form."""
     kind = given.get("type") if isinstance(given, dict) else None
     if kind == "text":
         return ""
@@ -314,12 +314,12 @@ def _mode(thinks: bool) -> str:
 
 
 def _task(task: str, thinking: bool) -> str:
-    """What stands between a message with a task and the answer to it."""
+    """The text between a message with a task and the answer to it."""
     return f"{ASSISTANT}{_mode(thinking)}<｜action｜>" if task == "action" else f"<｜{task}｜>"
 
 
 def _header_after(before: Turn, thinks: bool) -> str:
-    """V3.2: what stands after a question, and after the results of calls."""
+    """V3.2: the text after a question, and after the results of calls."""
     if before.role == "tool":
         return f"\n\n{_mode(thinks)}"
     return ASSISTANT + _mode(thinks) if before.role in ("user", "developer") else ""
@@ -343,7 +343,7 @@ def _body(turn: Turn, encoding: Encoding, thinks: bool, first: bool) -> str:
 
 
 def _sections(encoding: Encoding, tools: list[dict[str, Any]], response_format: Any) -> list[str]:
-    """What a system or developer message says of tools and of the response format."""
+    """The part of a system or developer message about tools and the response format."""
     sections = []
     if tools:
         schemas = "\n".join(map(_json, tools))

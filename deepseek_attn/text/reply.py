@@ -48,7 +48,7 @@ class ToolCall:
     Attributes:
         name: of the function; in V4.1 with its namespace in front (``search::lookup``).
         arguments: JSON text of an object, as OpenAI's ``function.arguments``; up to where the reply ended.
-        problem: what differs from the format, or None. A call with a problem should not be executed.
+        problem: the deviation from the format, or None. A call with a problem should not be executed.
     """
 
     name: str
@@ -312,7 +312,7 @@ class _Stage:
 
 @cache
 def _stages(tag: str) -> dict[str, _Stage]:
-    """What ends each stage; ``tag``: what stands for the ``｜DSML｜`` token."""
+    """The text that ends each stage; ``tag``: the placeholder of the ``｜DSML｜`` token."""
     end, begin_tag, end_tag = SYMBOLS[END_THINK], f"<{tag}", f"</{tag}"
     closing = tuple(f"{end_tag}{block}>" for block in CALL_BLOCKS)
 
