@@ -28,9 +28,11 @@ class Stream:
         threading.Thread(target=self._run, args=(results,), daemon=True).start()
 
     def _run(self, results):
-        for result in results:
-            self.results.put(result)
-        self.results.put(ENDED)
+        try:
+            for result in results:
+                self.results.put(result)
+        finally:
+            self.results.put(ENDED)
 
     def __next__(self):
         if (result := self.results.get(timeout=60)) is ENDED:
@@ -83,9 +85,10 @@ class EchoLLM:
         pass
 
     def generate_iter(self, prompts, params, encode):
-        for index, prompt, own in filter(None, prompts):
-            if index >= self.lost:
-                yield IndexedCompletion(index, Completion([], [own.max_tokens], encode(prompt), "stop"))
+        for item in filter(None, prompts):
+            if item.index >= self.lost:
+                done = Completion([], [item.params.max_tokens], encode(item.prompt), "stop")
+                yield IndexedCompletion(item.index, done)
 
 
 def shuffled(calls):
