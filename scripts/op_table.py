@@ -95,9 +95,6 @@ def used(at: Name) -> list[Name]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in known:
             found.append(known[node.id])
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "implementation":
-            contract, _, *module = map(ast.unparse, node.args)
-            found.append(Name(f"{at.module}.{ast.literal_eval(module[0]) if module else 'launch'}", contract))
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known:
             module = known[node.value.id]
             if not module.name:

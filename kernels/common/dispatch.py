@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,24 +14,12 @@ from deepseek_attn.kernels.common.device import compute_capability, on_gpu
 
 MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
 NO_TRITON = "the package triton is not installed: pip install triton"
-P = ParamSpec("P")
-R = TypeVar("R")
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:
     """True for a tensor on an NVIDIA GPU of compute capability 8.0 or later, with Triton installed."""
     return on_gpu(tensor) and not _reference_only.get() and (tensor.is_meta or _runs_on(tensor.device))
-
-
-def implementation(contract: Callable[P, R], in_triton: bool, kernels: str = "launch") -> Callable[P, R]:
-    """The function of a contract's name that computes the op: in the family's module ``kernels``, or ``reference``."""
-    return _function(f"{contract.__module__}.{kernels if in_triton else 'reference'}", contract.__name__)
-
-
-@cache
-def _function(module: str, name: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(module), name)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import implementation, runs_triton
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.engram import reference
 from deepseek_attn.kernels.engram.types import SCALE_GROUP, TableRows
 
@@ -40,7 +40,11 @@ def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
     Raises:
         ValueError: values that are not float8_e4m3fn, or scales that do not fit them.
     """
-    return implementation(dequantize_rows, runs_triton(rows.values))(rows, dtype)
+    if runs_triton(rows.values):
+        from deepseek_attn.kernels.engram.launch import dequantize_rows as op
+    else:
+        from deepseek_attn.kernels.engram.reference import dequantize_rows as op
+    return op(rows, dtype)
 
 
 def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
@@ -63,4 +67,8 @@ def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor
 
     Source: DeepSeek-V4.1 ``inference/engram.py``.
     """
-    return implementation(gate_streams, runs_triton(streams))(streams, kv, q_weight, k_weight, eps)
+    if runs_triton(streams):
+        from deepseek_attn.kernels.engram.launch import gate_streams as op
+    else:
+        from deepseek_attn.kernels.engram.reference import gate_streams as op
+    return op(streams, kv, q_weight, k_weight, eps)

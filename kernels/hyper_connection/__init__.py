@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import implementation, runs_triton
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.hyper_connection.types import (
     DelayedInput,
     DelayedOutput,
@@ -47,7 +47,11 @@ def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return implementation(hc_pre, runs_triton(streams))(streams, hc)
+    if runs_triton(streams):
+        from deepseek_attn.kernels.hyper_connection.launch import hc_pre as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_pre as op
+    return op(streams, hc)
 
 
 def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
@@ -65,7 +69,11 @@ def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnectio
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return implementation(hc_delayed, runs_triton(pre))(streams, pre, hc)
+    if runs_triton(pre):
+        from deepseek_attn.kernels.hyper_connection.launch import hc_delayed as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_delayed as op
+    return op(streams, pre, hc)
 
 
 def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
@@ -77,7 +85,11 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return implementation(hc_collapse, runs_triton(streams))(streams, weights, rms_eps, norm)
+    if runs_triton(streams):
+        from deepseek_attn.kernels.hyper_connection.launch import hc_collapse as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_collapse as op
+    return op(streams, weights, rms_eps, norm)
 
 
 def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:
@@ -91,7 +103,11 @@ def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: Hype
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return implementation(hc_post_pre, runs_triton(streams))(y, streams, post, comb, hc)
+    if runs_triton(streams):
+        from deepseek_attn.kernels.hyper_connection.launch import hc_post_pre as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_post_pre as op
+    return op(y, streams, post, comb, hc)
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -107,7 +123,11 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return implementation(hc_post, runs_triton(streams))(y, streams, post, comb)
+    if runs_triton(streams):
+        from deepseek_attn.kernels.hyper_connection.launch import hc_post as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_post as op
+    return op(y, streams, post, comb)
 
 
 def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
@@ -122,4 +142,8 @@ def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return implementation(hc_head, runs_triton(streams))(streams, hc)
+    if runs_triton(streams):
+        from deepseek_attn.kernels.hyper_connection.launch import hc_head as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_head as op
+    return op(streams, hc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import implementation, runs_triton
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.indexer.types import (
     KEY_FORMATS,
@@ -49,7 +49,11 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     Raises:
         ValueError: an unknown key format; in Triton also tensors that disagree. Triton serves heads of 128 channels.
     """
-    return implementation(index_query, _in_triton(rows), "query")(rows)
+    if _in_triton(rows):
+        from deepseek_attn.kernels.indexer.query import index_query as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import index_query as op
+    return op(rows)
 
 
 def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
@@ -64,7 +68,11 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
     """
-    return implementation(queries, _in_triton(index), "query")(raw_q, index)
+    if _in_triton(index):
+        from deepseek_attn.kernels.indexer.query import queries as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import queries as op
+    return op(raw_q, index)
 
 
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
@@ -79,7 +87,11 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
     """
-    return implementation(latent_queries, _in_triton(index), "query")(queries, index)
+    if _in_triton(index):
+        from deepseek_attn.kernels.indexer.query import latent_queries as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import latent_queries as op
+    return op(queries, index)
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -127,7 +139,11 @@ def paged_index_scores(
     Raises:
         ValueError: tensors or a record that the kernels do not take.
     """
-    return implementation(paged_index_scores, _scored_in_triton(queries))(queries, keys, num_visible, width, skip, out)
+    if _scored_in_triton(queries):
+        from deepseek_attn.kernels.indexer.launch import paged_index_scores as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import paged_index_scores as op
+    return op(queries, keys, num_visible, width, skip, out)
 
 
 def topk_indices(
@@ -158,7 +174,10 @@ def topk_indices(
         Ties: the smaller index. NaN counts as -inf; such columns are valid and fill a row only after every other valid
         column. A row depends on nothing but its own scores and length. Triton serves ``k`` up to `MAX_TRITON_TOPK`.
     """
-    op = implementation(topk_indices, runs_triton(scores) and k <= MAX_TRITON_TOPK)
+    if runs_triton(scores) and k <= MAX_TRITON_TOPK:
+        from deepseek_attn.kernels.indexer.launch import topk_indices as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import topk_indices as op
     return op(scores, lens, k, out, keys, out_slots)
 
 
@@ -192,7 +211,10 @@ def index_select(
         `MAX_TRITON_TOPK` entries and candidate blocks; plain torch, for others, waits for lengths.
     """
     selected = max(k, 0 if candidates is None else candidates.kept.shape[1])
-    op = implementation(index_select, _scored_in_triton(queries) and selected <= MAX_TRITON_TOPK)
+    if _scored_in_triton(queries) and selected <= MAX_TRITON_TOPK:
+        from deepseek_attn.kernels.indexer.launch import index_select as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import index_select as op
     return op(queries, keys, num_visible, k, width, out, out_slots, candidates)
 
 

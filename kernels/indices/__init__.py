@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import implementation, runs_triton
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
 
 __all__ = [
@@ -36,7 +36,11 @@ def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: in
         ends: int64 ``[B]``; rows at or beyond them are padding.
         max_len: positions are at most ``max_len - 1``, for which there are tables and rotations.
     """
-    return implementation(decode_rows, runs_triton(starts))(starts, ends, rows_per_request, max_len, offset)
+    if runs_triton(starts):
+        from deepseek_attn.kernels.indices.launch import decode_rows as op
+    else:
+        from deepseek_attn.kernels.indices.reference import decode_rows as op
+    return op(starts, ends, rows_per_request, max_len, offset)
 
 
 def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> EntryCounts:
@@ -45,7 +49,11 @@ def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> 
     Args:
         positions: int64 ``[T]``; is_valid: bool ``[T]``.
     """
-    return implementation(entry_counts, runs_triton(positions))(positions, is_valid, ratio, topk)
+    if runs_triton(positions):
+        from deepseek_attn.kernels.indices.launch import entry_counts as op
+    else:
+        from deepseek_attn.kernels.indices.reference import entry_counts as op
+    return op(positions, is_valid, ratio, topk)
 
 
 def step_indices(
@@ -70,7 +78,10 @@ def step_indices(
     Raises:
         ValueError: shapes disagree, or a ratio below 1.
     """
-    op = implementation(step_indices, runs_triton(positions))
+    if runs_triton(positions):
+        from deepseek_attn.kernels.indices.launch import step_indices as op
+    else:
+        from deepseek_attn.kernels.indices.reference import step_indices as op
     return op(positions, token_to_req, is_valid, token_table, token_page, window, groups, decode_tokens)
 
 
@@ -93,7 +104,10 @@ def compute_global_topk_indices_and_lens(
     Notes:
         Rows are not compacted: ``lens`` is a prefix length only if valid entries come first.
     """
-    op = implementation(compute_global_topk_indices_and_lens, runs_triton(topk_indices))
+    if runs_triton(topk_indices):
+        from deepseek_attn.kernels.indices.launch import compute_global_topk_indices_and_lens as op
+    else:
+        from deepseek_attn.kernels.indices.reference import compute_global_topk_indices_and_lens as op
     return op(topk_indices, token_to_req, block_table, block_size, is_valid)
 
 
@@ -139,5 +153,8 @@ def combine_topk_swa_indices(
     Raises:
         ValueError: shapes disagree, or workspace indices would not fit in int32.
     """
-    op = implementation(combine_topk_swa_indices, runs_triton(topk_indices))
+    if runs_triton(topk_indices):
+        from deepseek_attn.kernels.indices.launch import combine_topk_swa_indices as op
+    else:
+        from deepseek_attn.kernels.indices.reference import combine_topk_swa_indices as op
     return op(topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, M, N, is_valid)

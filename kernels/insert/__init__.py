@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import implementation, runs_triton
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
@@ -50,7 +50,11 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
         compressors: the layer's own and its indexer's, or none (layers with the window only).
         batch: of the compressors; None without any.
     """
-    return implementation(insert_tokens, runs_triton(tokens.qr))(tokens, compressors, batch)
+    if runs_triton(tokens.qr):
+        from deepseek_attn.kernels.insert.launch import insert_tokens as op
+    else:
+        from deepseek_attn.kernels.insert.reference import insert_tokens as op
+    return op(tokens, compressors, batch)
 
 
 def insert_latents(tokens: LatentTokens) -> Tensor:
@@ -70,7 +74,11 @@ def insert_latents(tokens: LatentTokens) -> Tensor:
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    return implementation(insert_latents, runs_triton(tokens.qr))(tokens)
+    if runs_triton(tokens.qr):
+        from deepseek_attn.kernels.insert.launch import insert_latents as op
+    else:
+        from deepseek_attn.kernels.insert.reference import insert_latents as op
+    return op(tokens)
 
 
 def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
@@ -88,7 +96,11 @@ def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    return implementation(norm_rope_insert, runs_triton(tokens.qr))(tokens)
+    if runs_triton(tokens.qr):
+        from deepseek_attn.kernels.insert.launch import norm_rope_insert as op
+    else:
+        from deepseek_attn.kernels.insert.reference import norm_rope_insert as op
+    return op(tokens)
 
 
 def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
@@ -107,7 +119,11 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
     """
-    implementation(compress_and_insert, runs_triton(batch.positions))(compressors, batch)
+    if runs_triton(batch.positions):
+        from deepseek_attn.kernels.insert.launch import compress_and_insert as op
+    else:
+        from deepseek_attn.kernels.insert.reference import compress_and_insert as op
+    op(compressors, batch)
 
 
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
@@ -121,7 +137,11 @@ def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    return implementation(compress_latents, runs_triton(part.kv))(part, batch)
+    if runs_triton(part.kv):
+        from deepseek_attn.kernels.insert.launch import compress_latents as op
+    else:
+        from deepseek_attn.kernels.insert.reference import compress_latents as op
+    return op(part, batch)
 
 
 def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
@@ -135,7 +155,11 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
     Raises:
         ValueError: rows or a pool that do not fit the record.
     """
-    implementation(rope_insert, runs_triton(rows))(rows, positions, cos_sin, cache)
+    if runs_triton(rows):
+        from deepseek_attn.kernels.insert.launch import rope_insert as op
+    else:
+        from deepseek_attn.kernels.insert.reference import rope_insert as op
+    op(rows, positions, cos_sin, cache)
 
 
 def query_norm_rope(raw_q: RawQueries) -> Tensor:
@@ -148,4 +172,8 @@ def query_norm_rope(raw_q: RawQueries) -> Tensor:
         ValueError: ``num_heads`` does not divide the columns of ``q``, or exceeds ``padded_heads``; tensors that
             disagree or that the kernel does not support.
     """
-    return implementation(query_norm_rope, runs_triton(raw_q.q))(raw_q)
+    if runs_triton(raw_q.q):
+        from deepseek_attn.kernels.insert.launch import query_norm_rope as op
+    else:
+        from deepseek_attn.kernels.insert.reference import query_norm_rope as op
+    return op(raw_q)

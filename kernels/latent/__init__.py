@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import implementation, runs_triton
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentQueries, LatentWeight, ProjectedValues
 
 __all__ = [
@@ -36,7 +36,11 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that disagree, or that the kernel does not support.
     """
-    return implementation(absorb_queries, runs_triton(queries.q))(queries)
+    if runs_triton(queries.q):
+        from deepseek_attn.kernels.latent.launch import absorb_queries as op
+    else:
+        from deepseek_attn.kernels.latent.reference import absorb_queries as op
+    return op(queries)
 
 
 def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
@@ -52,7 +56,11 @@ def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that disagree.
     """
-    return implementation(project_values, runs_triton(latents))(latents, weight)
+    if runs_triton(latents):
+        from deepseek_attn.kernels.latent.launch import project_values as op
+    else:
+        from deepseek_attn.kernels.latent.reference import project_values as op
+    return op(latents, weight)
 
 
 def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales: bool = True) -> ProjectedValues:
@@ -60,4 +68,8 @@ def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales:
 
     That is on a GPU with few tokens, if ``v_head_dim`` is 128: a head is then one group of channels.
     """
-    return implementation(project_values_quantized, runs_triton(latents))(latents, weight, pow2_scales)
+    if runs_triton(latents):
+        from deepseek_attn.kernels.latent.launch import project_values_quantized as op
+    else:
+        from deepseek_attn.kernels.latent.reference import project_values_quantized as op
+    return op(latents, weight, pow2_scales)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import implementation, runs_triton
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
 from deepseek_attn.kernels.common.quant import InputFormat, QuantizedRows
 from deepseek_attn.kernels.linear.formats import (
@@ -94,7 +94,11 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
     Raises:
         ValueError: K is not a multiple of 128, or x has another rank or dtype.
     """
-    return implementation(quantize_input, runs_triton(x), "linear")(x, pow2_scales)
+    if runs_triton(x):
+        from deepseek_attn.kernels.linear.linear import quantize_input as op
+    else:
+        from deepseek_attn.kernels.linear.reference import quantize_input as op
+    return op(x, pow2_scales)
 
 
 def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | None:

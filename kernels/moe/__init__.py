@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import implementation, runs_triton
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.linear import FP8_GROUPS, UNQUANTIZED, InputFormat
 from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
 
@@ -54,7 +54,10 @@ def moe_route(
     Raises:
         ValueError: on a GPU, shapes, dtypes or groups that do not fit. Token ids are not checked there.
     """
-    op = implementation(moe_route, runs_triton(x))
+    if runs_triton(x):
+        from deepseek_attn.kernels.moe.launch import moe_route as op
+    else:
+        from deepseek_attn.kernels.moe.reference import moe_route as op
     return op(x, weight, topk, score, factor, normalize, bias, groups, hashed, own)
 
 
@@ -102,7 +105,10 @@ def moe_experts(
         number of tokens is large enough for this to be faster. Such a sum may move an intermediate result to the next
         FP8 value: outputs differ from those of exact sums by 0.4 to 0.6 % of the norm (H200).
     """
-    op = implementation(moe_experts, runs_triton(x) and input_format.group in FP8_GROUPS)
+    if runs_triton(x) and input_format.group in FP8_GROUPS:
+        from deepseek_attn.kernels.moe.launch import moe_experts as op
+    else:
+        from deepseek_attn.kernels.moe.reference import moe_experts as op
     return op(x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, num_routed, add_ready)
 
 
@@ -116,4 +122,8 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     Raises:
         ValueError: on a GPU, different shapes.
     """
-    return implementation(swiglu, runs_triton(gate))(gate, up, limit, dtype)
+    if runs_triton(gate):
+        from deepseek_attn.kernels.moe.launch import swiglu as op
+    else:
+        from deepseek_attn.kernels.moe.reference import swiglu as op
+    return op(gate, up, limit, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import implementation, runs_triton
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.norm.types import NormedSum
 
 __all__ = ["NormedSum", "add_rms_norm", "rms_norm"]
@@ -20,7 +20,11 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     Raises:
         ValueError: a weight of another shape.
     """
-    return implementation(rms_norm, runs_triton(x))(x, eps, weight)
+    if runs_triton(x):
+        from deepseek_attn.kernels.norm.launch import rms_norm as op
+    else:
+        from deepseek_attn.kernels.norm.reference import rms_norm as op
+    return op(x, eps, weight)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, eps: float, weight: Tensor) -> NormedSum:
@@ -33,4 +37,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, eps: float, weight: Tensor) -> Nor
     Raises:
         ValueError: shapes or dtypes that differ.
     """
-    return implementation(add_rms_norm, runs_triton(x))(x, residual, eps, weight)
+    if runs_triton(x):
+        from deepseek_attn.kernels.norm.launch import add_rms_norm as op
+    else:
+        from deepseek_attn.kernels.norm.reference import add_rms_norm as op
+    return op(x, residual, eps, weight)

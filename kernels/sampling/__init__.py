@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import implementation, runs_triton
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 
@@ -22,7 +22,11 @@ def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tenso
         starts, ends: int64 ``[B]``, positions of a request's rows; rows at or beyond ``ends`` are padding.
         verify: False: every row counts as right, padding left out.
     """
-    return implementation(accept_drafts, runs_triton(token_ids))(token_ids, chosen, starts, ends, verify)
+    if runs_triton(token_ids):
+        from deepseek_attn.kernels.sampling.launch import accept_drafts as op
+    else:
+        from deepseek_attn.kernels.sampling.reference import accept_drafts as op
+    return op(token_ids, chosen, starts, ends, verify)
 
 
 def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
@@ -38,4 +42,8 @@ def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     Raises:
         ValueError: on a GPU, logits of another dtype or rank, or an empty vocabulary.
     """
-    return implementation(greedy_tokens, runs_triton(logits))(logits, invalid_token)
+    if runs_triton(logits):
+        from deepseek_attn.kernels.sampling.launch import greedy_tokens as op
+    else:
+        from deepseek_attn.kernels.sampling.reference import greedy_tokens as op
+    return op(logits, invalid_token)

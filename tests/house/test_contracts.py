@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_attn.kernels.common.dispatch import implementation
-
 KERNELS = Path(__file__).parents[2] / "kernels"
 
 
@@ -24,11 +22,14 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 
 
 def chosen(function: ast.FunctionDef) -> tuple[str, str] | None:
-    """The op that a contract takes from another module, and the module of its kernels; None if it takes none."""
+    """The op that a contract imports from another module, and the module of its kernels; None if it imports none."""
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "implementation":
-            op, _, *module = map(ast.unparse, node.args)
-            return op, ast.literal_eval(module[0]) if module else "launch"
+        if isinstance(node, ast.If) and node.orelse:
+            kernels, reference = node.body[0], node.orelse[0]
+            if isinstance(kernels, ast.ImportFrom) and isinstance(reference, ast.ImportFrom):
+                assert reference.module == kernels.module.rpartition(".")[0] + ".reference"
+                assert [alias.name for alias in kernels.names] == [alias.name for alias in reference.names]
+                return kernels.names[0].name, kernels.module.rpartition(".")[2]
     return None
 
 
@@ -53,9 +54,3 @@ def test_signatures_agree(family, name, op, module):
 
 def test_contracts_are_found():
     assert len(CONTRACTS) > 35
-
-
-def test_a_contract_without_kernels_here_takes_its_reference():
-    from deepseek_attn.kernels.norm import reference, rms_norm
-
-    assert implementation(rms_norm, False) is reference.rms_norm
