@@ -10,7 +10,6 @@ import pytest
 
 from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.cache.manager import CacheManager
-from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.llm import IndexedPrompt
@@ -23,17 +22,10 @@ from tests.engine.test_interruptions import LIBRARY, InterruptBefore
 from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked
 from tests.support.requests import finish, prompt
-from tests.support.small_models import three_layers
 
 OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_batched_tokens": 60, "progress": False}
 PARAMS = SamplingParams(n=3, seed=11, max_tokens=7, ignore_eos=True, frequency_penalty=0.5)
 PROMPTS = [prompt(100, 1), prompt(7, 2), prompt(1, 3)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    config = three_layers()
-    return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from deepseek_attn.engine.request import Request, RequestFailed
 from deepseek_attn.engine.stats import StepStats
 from deepseek_attn.text.tokenizer import Tokenizer
 from tests.support.interruptions import InterruptBefore
-from tests.support.small_models import three_layers
 from tests.support.tiers import tiered
 
 OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 3, "max_num_batched_tokens": 40, "progress": False}
@@ -34,10 +33,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    config = three_layers()
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    return LLM(write_checkpoint(RandomSource(config, seed=3), config, directory), **OPTIONS)
+def llm(folder):
+    return LLM(folder, **OPTIONS)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from transformers import (
 )
 
 from deepseek_attn import LLM, SamplingParams
-from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.data import SMALL_CHECKPOINT
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.logits import NOTHING_LEFT, LogitsRow, LogitsRules, bad_word_ids, processed_logits
@@ -27,7 +26,6 @@ from deepseek_attn.text.tokenizer import Tokenizer
 from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked, use_buckets
 from tests.support.requests import finish
-from tests.support.small_models import three_layers
 
 VOCAB = 67
 PROMPT = [3, 9, 9, 40, 41]
@@ -295,12 +293,6 @@ JOBS = [
     ([random.Random(i).randrange(2, 512) for _ in range(3 + 11 * i)], params_of(name)) for i, name in enumerate(RULES)
 ]
 OPTIONS = {"device": "cpu", "max_model_len": 240, "progress": False}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    config = three_layers()
-    return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from deepseek_attn import LLM, SamplingParams
-from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
@@ -20,7 +19,6 @@ from deepseek_attn.text.reply import END_THINK, THINK
 from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked, use_buckets
 from tests.support.requests import finish, prompt
-from tests.support.small_models import three_layers
 
 pytest.importorskip("llguidance", reason="pip install 'deepseek-attn[structured]'")
 
@@ -57,12 +55,6 @@ STRUCTURES = {
     "grammar": (LARK, lambda text: re.fullmatch(r"\[[a-c(),]+\]", text)[0]),
 }
 OPTIONS = {"device": "cpu", "max_model_len": 400, "max_num_seqs": 6, "max_num_batched_tokens": 90, "progress": False}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    config = three_layers()
-    return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
