@@ -27,11 +27,10 @@ from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, SequenceCache
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.utils.files import write_tensors
+from deepseek_attn.utils.files import STORED_NAMES, write_tensors
 
 FORMAT = "deepseek-attn sequence 2"
 FIELDS = ("format", "num_tokens", "low_water", "digest")  # of the metadata, beside the fingerprint
-DTYPES = {torch.int64: "I64", torch.uint8: "U8", torch.float32: "F32"}  # names in safetensors
 SAMPLES = 256  # bytes of each weight that go into the fingerprint: reading all of a large model would be minutes
 
 
@@ -176,7 +175,7 @@ def _check(file: safe_open, manager: CacheManager, fingerprint: dict[str, str], 
     live = manager.live_pages(num_tokens, low_water)
     for pool in manager.pools:
         shape = [len(live[pool.spec.group]), *pool.tensor.shape[1:]]
-        expected, given = StoredTensor(DTYPES[pool.tensor.dtype], shape), stored[_name(pool)]
+        expected, given = StoredTensor(STORED_NAMES[pool.tensor.dtype], shape), stored[_name(pool)]
         if given != expected:
             raise ValueError(f"{_name(pool)} is {given}, expected {expected} for num_tokens={num_tokens}")
     written = metadata.pop("digest")

@@ -167,9 +167,10 @@ class TensorBlocks(NamedTuple):
         return cls(STORED_NAMES[like.dtype], tuple(like.shape), like.nbytes, blocks)
 
 
+# names of dtypes in safetensors
 STORED_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16",
+    torch.int16: "I16", torch.uint8: "U8",
 }  # fmt: skip
 
 
