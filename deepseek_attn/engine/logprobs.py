@@ -24,7 +24,8 @@ def with_logprobs(options: StepOptions, work: list[tuple[Request, int]]) -> Step
         options = replace(options, scored=scored)
     if options.greedy:
         tops = tuple(request.logprobs.top if n == request.sequence.num_pending else None for request, n in work)
-        options = replace(options, logprobs=tops)
+        if any(top is not None for top in tops):
+            options = replace(options, logprobs=tops)
     return options
 
 
