@@ -57,7 +57,7 @@ class Crop:
 
     Attributes:
         path: the new checkpoint.
-        plan: what was kept.
+        plan: the kept layers, experts and tokens.
         tensors, nbytes: number of tensors and their bytes.
     """
 
@@ -80,11 +80,11 @@ def crop_checkpoint(
 ) -> Crop:
     """Writes a checkpoint of some layers and routed experts of another one, in the same format.
 
-    Kept tensors have the same bytes, and their names but for the numbers of layers and experts, which count from 0
-    again. Rows of routers and packed experts are those of the kept experts, and entries of hash tables that name others
-    are replaced (`TABLE_RULE`). A token has fewer experts where fewer are kept. The crop computes what the whole model
-    would compute with only these layers (``layers=[...]``), and with a router that never chooses the other experts.
-    ``crop.json`` in the new folder says what was kept.
+    Kept tensors have the same bytes. Their names change only in the numbers of layers and experts, which count from 0
+    again. Routers and packed experts keep the rows of the kept experts; entries of hash tables that name dropped
+    experts are replaced (`TABLE_RULE`). If fewer experts are kept than a token has, it gets fewer. The crop computes
+    the same as the whole model with only these layers (``layers=[...]``) and a router that never chooses a dropped
+    expert. ``crop.json`` in the new folder lists the kept layers, experts and tokens.
 
     One tensor at a time is read from the mapped files. The folder appears complete or not at all.
 
@@ -93,8 +93,8 @@ def crop_checkpoint(
         out: the new folder; absent or empty.
         layers: numbers of the backbone layers to keep; None: all. MTP layers are kept beside them; a DSpark drafter
             only if all layers that it reads are.
-        experts: the number of routed experts to keep in each layer: the first ones, of V3 as many in each group.
-        vocab_size: keep the first tokens only. There is no tokenizer in the crop then.
+        experts: number of routed experts to keep in each layer: the first ones; for V3 the first ones of each group.
+        vocab_size: number of tokens to keep, the first ones. The crop then has no tokenizer.
         without: parts to leave out: ``mtp``, ``engram``, ``vision``.
         overwrite: replace a folder that an earlier crop wrote.
         shard_bytes: size aimed at per shard.
@@ -141,7 +141,7 @@ OVERWRITE = "replace an earlier crop by --overwrite (overwrite=True)"
 
 
 def crop_record(model: str | Path, plan: CropPlan) -> dict[str, Any]:
-    """Content of ``crop.json``: what the numbers of the crop were in the model."""
+    """Content of ``crop.json``: the model's numbers of the crop's layers, experts and tokens."""
     out: dict[str, Any] = {
         "made_by": f"deepseek-attn {__version__}",
         "model": str(model),

@@ -103,7 +103,7 @@ def _modules(quantization: Any, plan: CropPlan) -> Any:
 
 
 def _module(name: Any, plan: CropPlan) -> Any:
-    """The new name of a module; None for one that is not kept. A pattern without numbers stays."""
+    """The new name of a module; None for a dropped module. A pattern without numbers stays."""
     if not isinstance(name, str):
         return name
     backbone, drafts, lost = plan.config.num_hidden_layers, name.startswith("mtp."), False

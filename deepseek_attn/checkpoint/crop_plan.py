@@ -21,18 +21,18 @@ _EXPERT = re.compile(r"(.+\.)?ffn\.experts\.(\d+)\..+")
 
 @dataclass(frozen=True)
 class CropPlan:
-    """The layers, experts and tokens of a model that a crop keeps. Numbers are those of the model; made by `make`.
+    """The layers, experts and tokens of a model that a crop keeps. Numbers count in the model.
 
     Attributes:
-        config: the model's.
+        config: the model's config.
         layers: kept backbone layers, ascending: layer ``layers[i]`` becomes layer i.
         experts: kept routed experts of each layer, ascending: expert ``experts[i]`` becomes expert i. They are the
             first ones, or the first ones of each group (V3).
-        draft_experts: the same of the MTP layers or DSpark stages.
+        draft_experts: kept experts of the MTP layers or DSpark stages.
         experts_per_token, draft_experts_per_token: the config's, or fewer where fewer are kept.
         vocab_size: tokens 0 to ``vocab_size - 1`` are kept.
         without: parts that are left out, of `PARTS`.
-        notes: what was left out or lowered without being named by the caller.
+        notes: parts and values that were dropped or lowered although the caller did not name them.
     """
 
     config: AnyConfig
