@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, NamedTuple
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -25,9 +25,14 @@ def end_with_parent() -> None:
 @contextmanager
 def output_to_stderr() -> Iterator[None]:
     """Sends what C++ libraries write to standard output inside this context to standard error."""
-    saved = os.dup(1)
-    os.dup2(2, 1)
     try:
+        saved = os.dup(1)
+    except OSError:  # standard output is closed
+        yield
+        return
+    try:
+        with suppress(OSError):  # standard error is closed
+            os.dup2(2, 1)
         yield
     finally:
         os.dup2(saved, 1)
