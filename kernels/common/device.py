@@ -83,11 +83,6 @@ def has_native_fp8(device: torch.device) -> bool:
     return gpu(device).native_fp8
 
 
-def supports_pdl(device: torch.device) -> bool:
-    """`GPU.pdl` of the GPU behind ``device``."""
-    return gpu(device).pdl
-
-
 def fp8_view(tensor: Tensor) -> Tensor:
     """An FP8 tensor as kernels read it: as bytes (uint8) where the GPU has no FP8."""
     return tensor if has_native_fp8(tensor.device) else tensor.view(torch.uint8)
