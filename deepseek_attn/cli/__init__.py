@@ -61,7 +61,7 @@ def make_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """The parser of the command line; a parsed namespace's ``run(namespace)`` runs the command.
 
     Args:
-        words: the arguments to parse. Only commands that are named among them get their flags; None: all commands.
+        words: the arguments to parse, of which only the command gets its flags; None: all commands.
 
     Raises:
         ValueError: a command of the laboratory was named, and the laboratory is not installed.
@@ -69,9 +69,10 @@ def make_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser = Parser(prog="deepseek-attn", description="Run DeepSeek checkpoints.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    named = next((word for word in words or () if not word.startswith("-")), None)
     for name, command in COMMANDS.items():
         own = subparsers.add_parser(name, help=command.help)
-        if words is None or name in words:
+        if words is None or name == named:
             command_module(name).add_arguments(own)
     return parser
 

@@ -504,7 +504,8 @@ def test_a_command_imports_its_own_module_alone():
         "assert 'torch' not in sys.modules\n"
         "print(*[name for name, command in COMMANDS.items() if command.module in sys.modules])\n"
     )
-    for words, wanted in ((["--help"], ""), (["bench", "op"], "bench"), (["plan"], "plan")):
+    prompt = ["generate", "--prompt", "train"]
+    for words, wanted in ((["--help"], ""), (["bench", "op"], "bench"), (["plan"], "plan"), (prompt, "generate")):
         run = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
         assert run.stdout.strip() == wanted
 
