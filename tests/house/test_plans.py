@@ -83,6 +83,17 @@ def test_rows_of_a_table(table):
             assert key in data, row
 
 
+@pytest.mark.parametrize("path", sorted(DATA.glob("*_tune_*.json")), ids=lambda path: path.stem)
+def test_tuned_rows_have_the_names_of_today(path):
+    """`bench tune` writes conditions: a reader finds each of them in the table."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    for table in TABLES:
+        names = {(row.kernel, row.when.name) for row in table.rows}
+        for timing in data.get(table.name, []):
+            for row in (timing["taken"], *timing["others"]):
+                assert (row["kernel"], row["when"]) in names, table.name
+
+
 def test_plan_files_import_no_triton():
     for family in [*FAMILIES, "common"]:
         path = KERNELS / family / ("plans.py" if family == "common" else "plan.py")

@@ -6,11 +6,12 @@ cache and with the launches before and after it. So a kernel that is faster alon
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,10 +26,9 @@ from deepseek_attn.runner.ahead.compilation import default_workers
 from deepseek_attn.runner.model_runner import ModelRunner
 
 FAMILIES = (
-    "attention", "engram", "hyper_connection", "indexer", "insert", "latent", "linear", "moe", "norm",
+    "attention", "common", "engram", "hyper_connection", "indexer", "insert", "latent", "linear", "moe", "norm",
 )  # fmt: skip
 """Families of kernels that the stages of a step launch."""
-K = TypeVar("K")
 LOSS = 1.02
 """A row loses if a stage with another row takes less time by this factor."""
 
@@ -94,7 +94,8 @@ def tables_of(family: str) -> list[Table]:
     """
     if family not in FAMILIES:
         raise ValueError(f"no family of kernels {family!r}: choose from {', '.join(FAMILIES)}")
-    return tables_in(import_module(f"deepseek_attn.kernels.{family}.plan"))
+    module = "float32_product_plan" if family == "common" else "plan"
+    return tables_in(import_module(f"deepseek_attn.kernels.{family}.{module}"))
 
 
 def rivals(consulted: Consulted, gpu: GPU, nearest: int | None = None) -> list[Row]:
@@ -137,18 +138,11 @@ def time_tables(
         metadata = step_metadata(runner, caches, StepShape(batch, tokens, context))
         last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
         for stage, calls in stage_calls(runner, metadata, last_rows).items():
-            with recorded_choices() as choices:
-                for call in calls:
-                    call()
-            wanted = [consulted for consulted in choices if consulted.table in tables]
-            problems = {(consulted.table.name, consulted.problem): consulted for consulted in wanted}
-            others = {key: rivals(problems[key], gpu(runner.device), nearest) for key in problems.keys() - seen}
-            seen |= others.keys()
-            others = compiled_rows(calls, {key: (problems[key], rows) for key, rows in others.items()}, runner.device)
+            wanted, others = compiled_rows(calls, tables, gpu(runner.device), nearest, seen)
             for key, rows in sorted(others.items(), key=lambda pair: pair[0][0]):
                 if not rows:
                     continue
-                consulted = problems[key]
+                consulted = next(one for one in wanted if (one.table.name, one.problem) == key)
                 count = sum((one.table.name, one.problem) == key for one in wanted)
                 timings = list(_time_rows(calls, consulted, rows, repeats))
                 yield TableTiming(
@@ -158,24 +152,33 @@ def time_tables(
 
 
 def compiled_rows(
-    calls: Sequence[Callable[[], object]], others: Mapping[K, tuple[Consulted, list[Row]]], device: torch.device
-) -> dict[K, list[Row]]:
-    """Rows whose kernels compile for their problems; they are compiled in parallel, into Triton's cache."""
+    calls: Sequence[Callable[[], object]], tables: Sequence[Table], here: GPU, nearest: int | None, seen: set[Any]
+) -> tuple[list[Consulted], dict[Any, list[Row]]]:
+    """What ``calls`` ask ``tables``, and by (table, problem) the rivals whose kernels compile; adds these to ``seen``.
+
+    Launches are recorded first, so that all kernels are compiled in parallel, those of the taken rows included.
+    """
     from deepseek_attn.runner.ahead.pool import compile_variants  # imports triton
     from deepseek_attn.runner.ahead.recording import recorded_launches
 
-    launched: dict[K, list[tuple[Row, list]]] = {key: [] for key in others}
-    with recorded_launches(gpu(device)) as launches:
-        for key, (consulted, rows) in others.items():
-            for row in rows:
+    with recorded_launches(here) as launches:
+        with recorded_choices() as choices:
+            for call in calls:
+                call()
+        wanted = [consulted for consulted in choices if consulted.table in tables]
+        problems = {(consulted.table.name, consulted.problem): consulted for consulted in wanted}
+        launched: dict[Any, list[tuple[Row, list]]] = {key: [] for key in problems if key not in seen}
+        seen.update(launched)
+        for key, found in launched.items():
+            for row in rivals(problems[key], here, nearest):
                 launches.latest.clear()
-                with forced_row(consulted.table, row, consulted.problem):
+                with forced_row(problems[key].table, row, problems[key].problem):
                     for call in calls:
                         call()
-                launched[key].append((row, list(launches.latest)))
+                found.append((row, list(launches.latest)))
     missing = [variant for variant in launches.variants.values() if not variant.is_cached()]
     compile_variants([missing], default_workers(), lambda **event: None)
-    return {
+    return wanted, {
         key: [row for row, variants in rows if all(variant.is_cached() for variant in variants)]
         for key, rows in launched.items()
     }
@@ -198,6 +201,16 @@ def _time_rows(
             found += time_calls(lambda _, graph=graph: graph.replay(), device, 3, warmup=1)
     for choice, found in zip(choices, times, strict=True):
         yield RowTiming.of(choice, found)
+
+
+def json_lines(data: dict[str, Any]) -> str:
+    """JSON with a line for each item of ``data``, and for each row of a table."""
+
+    def text(value: Any) -> str:
+        rows = ",".join(f"\n  {json.dumps(row)}" for row in value) if isinstance(value, list) else ""
+        return f"[{rows}\n ]" if rows else json.dumps(value)
+
+    return "{" + ",".join(f"\n {json.dumps(name)}: {text(value)}" for name, value in data.items()) + "\n}\n"
 
 
 def _fields(problem: Any) -> dict[str, Any]:

@@ -91,8 +91,10 @@ def add_tune_parser(what: argparse._SubParsersAction) -> None:
         "--minutes", type=float, metavar="N", help="time no further problem after N minutes (default: time all)"
     )
     tune.add_argument("--repeats", type=int, default=20, help="rounds of replays of each row (default: 20)")
+    tune.add_argument(
+        "--out", type=Path, metavar="FILE", help="also write the JSON document to FILE, after each measured problem"
+    )
     add_numerics_options(tune)
-    tune.set_defaults(plot=None)
 
 
 def add_engine_parser(what: argparse._SubParsersAction) -> None:

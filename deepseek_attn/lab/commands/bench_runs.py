@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -25,11 +26,12 @@ from deepseek_attn.lab.bench.model import time_model
 from deepseek_attn.lab.bench.ops import op_cases, time_case
 from deepseek_attn.lab.bench.plots import bar_chart
 from deepseek_attn.lab.bench.timing import ceilings
-from deepseek_attn.lab.bench.tune import FAMILIES, tables_of, time_tables
+from deepseek_attn.lab.bench.tune import FAMILIES, json_lines, tables_of, time_tables
 from deepseek_attn.lab.commands.table import PrintedTable, print_kernels
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from deepseek_attn.utils.clock import seconds_since
+from deepseek_attn.utils.files import write_text
 from deepseek_attn.utils.hub import HubModel
 
 
@@ -161,10 +163,13 @@ def run_tune(args: argparse.Namespace) -> None:
     runner = ModelRunner.from_source(
         config, RepeatingSource(config), layers=config.with_sources(args.layers or first_of_each_kind(config)),
         device=device, numerics=args.numerics, index_keys=args.index_keys, dtype=args.dtype, progress=False,
-        max_model_len=max([*args.context, *args.prefill]), max_num_seqs=max(args.batch),
+        max_model_len=max([*args.context, *args.prefill]), max_num_seqs=max(args.batch), compile_ahead=False,
         max_num_batched_tokens=max([*args.batch, *args.prefill, 256]),
     )  # fmt: skip
     fill_caches(runner)
+    run = {"command": f"deepseek-attn {' '.join(sys.argv[1:])}", "gpu": torch.cuda.get_device_name(device)}
+    run |= {"date": time.strftime("%Y-%m-%d"), "benchmark": "tune", "model": args.model, **settings(runner)}
+    run |= {"layers": len(runner.backbone_layers), "environment": environment()}
     printed = PrintedTable({
         "table": "<28", "kernel": "<34", "condition": "<40", "batch": ">6", "tokens": ">7", "context": ">9",
         "us": ">10.1f", "taken": ">7", "ratio": ">7.3f",
@@ -186,10 +191,11 @@ def run_tune(args: argparse.Namespace) -> None:
                 timing.table, row.kernel, row.when, batch, tokens, context, row.microseconds, taken,
                 row.microseconds / timing.taken.microseconds,
             )  # fmt: skip
+        if args.out is not None:  # anew for every problem: a run that is stopped keeps what it has measured
+            write_text(args.out, json_lines(run | {name: rows for name, rows in found.items() if rows}))
         if args.minutes is not None and seconds_since(started) > 60 * args.minutes:
             break
-    run = {"benchmark": "tune", "model": args.model, "layers": len(runner.backbone_layers), **settings(runner)}
-    finish(args, {**run, **{name: rows for name, rows in found.items() if rows}}, [], ())
+    show(json.dumps(run | {name: rows for name, rows in found.items() if rows}))
 
 
 def run_engine(args: argparse.Namespace) -> None:

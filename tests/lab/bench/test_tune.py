@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from deepseek_attn.cli import main
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import ANY, Row, Table, condition, recorded_choices
-from deepseek_attn.lab.bench.tune import FAMILIES, RowTiming, TableTiming, rivals, tables_of
+from deepseek_attn.lab.bench.tune import FAMILIES, RowTiming, TableTiming, json_lines, rivals, tables_of
 
 HERE = GPU((9, 0), 132)
 
@@ -53,6 +54,41 @@ def test_a_row_loses_by_more_than_two_percent():
     assert timing(10.3, 12, 10).best.microseconds == 10
     assert not timing(10.1, 12, 10).loses
     assert not timing(10).loses
+
+
+def test_data_has_a_line_per_row():
+    data = {"model": "tiny", "numbers": [{"a": 1}, {"a": 2}], "none": []}
+    text = json_lines(data)
+    assert json.loads(text) == data
+    assert text.splitlines() == [
+        "{",
+        ' "model": "tiny",',
+        ' "numbers": [',
+        '  {"a": 1},',
+        '  {"a": 2}',
+        " ],",
+        ' "none": []',
+        "}",
+    ]
+
+
+def test_taken_rows_and_rivals_are_compiled_together(monkeypatch):
+    """Problems of an earlier step are not compiled again; a rival that does not compile is left out."""
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    from deepseek_attn.kernels.norm import rms_norm
+    from deepseek_attn.lab.bench.tune import compiled_rows
+    from deepseek_attn.runner.ahead import pool, recording
+
+    x = torch.empty(3, 256, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(256, dtype=torch.float32, device="meta")
+    tables, seen, compiled = tables_of("norm"), set(), []
+    monkeypatch.setattr(pool, "compile_variants", lambda lists, workers, tell: compiled.extend(*lists))
+    monkeypatch.setattr(recording.Variant, "is_cached", lambda variant: variant.key in [one.key for one in compiled])
+    for fresh in (True, False):
+        wanted, rows = compiled_rows([lambda: rms_norm(x, 1e-6, weight)], tables, HERE, None, seen)
+        assert [consulted.table for consulted in wanted] == tables
+        assert list(rows) == ([(tables[0].name, wanted[0].problem)] if fresh else [])
+    assert [variant.name for variant in compiled] == ["rms_norm_kernel"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
