@@ -95,6 +95,7 @@ def add_tune_parser(what: argparse._SubParsersAction) -> None:
         "--out", type=Path, metavar="FILE", help="also write the JSON document to FILE, after each measured problem"
     )
     add_numerics_options(tune)
+    tune.set_defaults(plot=None)
 
 
 def add_engine_parser(what: argparse._SubParsersAction) -> None:
@@ -159,9 +160,12 @@ def run(args: argparse.Namespace) -> None:
 
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError for files that would fail only after the timing."""
+    from deepseek_attn.utils.files import check_output
+
+    if args.what == "tune" and args.out:
+        check_output(args.out, "--out")
     if args.plot:
         from deepseek_attn.lab.bench.plots import check_picture
-        from deepseek_attn.utils.files import check_output
 
         check_output(args.plot, "--plot")
         check_picture(args.plot)

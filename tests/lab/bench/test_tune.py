@@ -99,6 +99,8 @@ def test_every_family_has_tables(family):
 def test_wrong_names_and_a_machine_without_a_gpu(capsys, device):
     assert main(["bench", "tune", "no_family"]) == 2
     assert "choose from attention, common, engram" in capsys.readouterr().err
+    assert main(["bench", "tune", "norm", "--out", "/no/such/folder/file.json"]) == 2
+    assert "--out" in capsys.readouterr().err
     if device.type == "cpu":
         assert main(["bench", "tune", "norm"]) == 2
         assert "info --plans" in capsys.readouterr().err
