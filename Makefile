@@ -11,7 +11,7 @@ LINKS = typings/deepseek_attn/kernels typings/deepseek_attn/models
 # packages are installed without bytecode, which each process would otherwise make of torch anew: two seconds each time
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all exhaustive check bench experiment docs clean
+.PHONY: demo test test-all test-gpu exhaustive check bench experiment docs clean
 
 demo: $(READY)
 	$(BIN)/deepseek-attn generate --prompt "Once upon a time" --temperature 0 --max-tokens 48
@@ -24,6 +24,14 @@ test-all: test exhaustive
 # more sizes and variants, and kernels compiled for every GPU generation
 exhaustive: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m exhaustive
+
+# the tests on a GPU, whose memory GPU_WORKERS processes share. Its time is limited: interrupted, pytest still names what
+# failed. Kernels are compiled for the GPU at hand, and not for others as well.
+GPU_WORKERS ?= 14
+GPU_SECONDS ?= 900
+test-gpu: $(READY)
+	DEEPSEEK_ATTN_TEST_DEVICE=cuda timeout --signal=INT --kill-after=60 $(GPU_SECONDS) \
+	    $(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal -p no:benchmark -k "not compil" $(GPU_TESTS)
 
 check: $(READY) $(LINKS)
 	$(BIN)/ruff check .

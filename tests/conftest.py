@@ -1,11 +1,17 @@
-"""Fixtures of all tests: a device, a seed of its own for each test, and a report that a run on a GPU may write."""
+"""Fixtures of all tests: a device, a seed of its own for each test, and a report that a run on a GPU may write.
+
+The name of a test that fails is printed when it fails: a run that is killed has no summary.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import hashlib
 import os
 import shlex
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +101,46 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.collect()
         gc.freeze()
     return result
+
+
+class FailedNames:
+    """Plugin that prints each failure at once: the test, and the first line of what went wrong."""
+
+    def __init__(self, config: pytest.Config):
+        self.reporter = config.pluginmanager.getplugin("terminalreporter")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.reporter is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = str(crash.message if crash else report.longrepr).strip().partition("\n")[0]
+            self.reporter.ensure_newline()
+            self.reporter.write_line(f"FAILED {report.nodeid} ({report.when}) - {reason}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Prints failures in the process that shows them; shares the memory of a GPU between those that run tests."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
+        config.pluginmanager.register(FailedNames(config))
+    elif "gpu_memory" in worker:
+        from tests.support.gpu_memory import GpuMemory  # fcntl, which only POSIX has
+
+        config.pluginmanager.register(GpuMemory(Path(worker["gpu_memory"]), worker["workercount"]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """Tells a worker on a GPU where the workers' budget of its memory is kept."""
+    if os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu") != "cpu":
+        node.workerinput["gpu_memory"] = _budget_folder()
+
+
+@functools.cache
+def _budget_folder() -> str:
+    folder = tempfile.TemporaryDirectory(prefix="gpu_memory_")
+    atexit.register(folder.cleanup)
+    return folder.name
 
 
 EVERYTHING = Report()  # what this process, and the workers that it started, have found
