@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepseek_attn.runner.ahead.pool import RequestedSteps, compile_variants
+from deepseek_attn.runner.ahead.pool import compile_variants
 from deepseek_attn.runner.ahead.recording import Launches, Variant, prepare_keys, recorded_launches
 from deepseek_attn.runner.ahead.request import RunnerRequest
 from deepseek_attn.runner.meta_runner import MetaRunner
@@ -62,6 +62,6 @@ def main() -> None:
         request, workers = runner.recv()
         with recorded_launches(request.gpu) as launches:
             lists = KernelLists(request, launches)
-            compile_variants(lists.all(), workers, tell, RequestedSteps(runner, lists.step))
+            compile_variants(lists.all(), workers, tell, runner, lists.step)
     except Exception as error:
         tell(problem=f"{type(error).__name__}: {error}"[:1000])

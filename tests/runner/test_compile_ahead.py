@@ -31,7 +31,7 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.ahead import compilation as ahead
 from deepseek_attn.runner.ahead.compilation import Compilation, compiling_ahead, launching
-from deepseek_attn.runner.ahead.pool import RequestedSteps, compile_variants
+from deepseek_attn.runner.ahead.pool import compile_variants
 from deepseek_attn.runner.ahead.recording import (
     _Target,
     before_compiling,
@@ -187,7 +187,6 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_others_do():
     compile_variants([variants[:1], [], variants[1:]], 2, events)
     names = [variant.name for variant in variants]
     assert events.all("found") == names
-    assert events.count({"all_found": True}) == 1
     assert sorted(events.all("running")) == sorted(events.all("done")) == sorted(names)
     assert sorted(events.all("failed")) == [
         "bad_kernel: ValueError: no such layout",
@@ -195,25 +194,25 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_others_do():
     ]
 
 
-def test_kernels_of_the_first_steps_come_first():
-    """The slowest of a step before its others."""
-    names = [["row_kernel", "attend_kernel"], ["topk_kernel", "insert_tokens_kernel"]]
+def test_kernels_are_compiled_once_in_the_order_of_their_lists():
+    names = [["row_kernel", "attend_kernel"], ["topk_kernel", "row_kernel", "insert_tokens_kernel"]]
     events = Events()
     busy = [Stub("busy", lambda: time.sleep(0.3))]
     compile_variants([busy, *([Stub(name) for name in step] for step in names)], 1, events)
-    assert events.all("done") == ["busy", "attend_kernel", "row_kernel", "insert_tokens_kernel", "topk_kernel"]
-    events.clear()
-    compile_variants(
-        [busy, [], [], [Stub("row_kernel"), Stub("experts_hopper_kernel")], [Stub("topk_kernel")]], 1, events
-    )
-    assert events.all("done") == ["busy", "experts_hopper_kernel", "topk_kernel", "row_kernel"]
+    assert events.all("done") == ["busy", "row_kernel", "attend_kernel", "topk_kernel", "insert_tokens_kernel"]
+
+
+def test_nothing_is_waited_for_once_all_is_compiled():
+    """The runner may be there, and send nothing."""
+    receive, send = Pipe(duplex=False)
+    compile_variants([[Stub("a_kernel")], []], 1, Events(), receive)
+    send.close()
 
 
 def test_kernels_of_the_step_that_the_runner_computes_come_before_all():
     """Those that wait already move to the front, once; later lists do not put them back."""
     receive, send = Pipe(duplex=False)
     kernels = {1: ["late_kernel", "new_kernel"], 2: ["last_kernel", "busy"]}
-    steps = RequestedSteps(receive, lambda step: [Stub(name) for name in kernels[step]])
 
     def lists():
         yield [Stub("busy", lambda: time.sleep(0.3))]
@@ -225,12 +224,11 @@ def test_kernels_of_the_step_that_the_runner_computes_come_before_all():
         yield [Stub("new_kernel"), Stub("late_kernel")]
 
     events = Events()
-    compile_variants(lists(), 1, events, steps)
+    compile_variants(lists(), 1, events, receive, lambda step: [Stub(name) for name in kernels[step]])
     assert events.all("done") == [
         "busy", "last_kernel", "late_kernel", "new_kernel", "first_kernel", "other_kernel",
     ]  # fmt: skip
     assert [(event["listed"], event["found"]) for event in events if "listed" in event] == list(kernels.items())
-    assert steps.runner is None
 
 
 def test_keys_do_not_depend_on_the_order_of_launches(monkeypatch):
@@ -314,7 +312,7 @@ KERNEL = """
 import json, sys, time
 print(json.dumps({"found": ["kernel"], "running": ["kernel"]}), flush=True)
 time.sleep(%s)
-print(json.dumps({"done": ["kernel"], "all_found": True}), flush=True)
+print(json.dumps({"done": ["kernel"]}), flush=True)
 """
 
 
@@ -359,7 +357,7 @@ runner.recv()
 step = runner.recv()
 print(json.dumps({"found": ["kernel"], "listed": 1}), flush=True)
 time.sleep(0.5)
-print(json.dumps({"done": ["kernel"], "all_found": True, "failed": [repr(step)]}), flush=True)
+print(json.dumps({"done": ["kernel"], "failed": [repr(step)]}), flush=True)
 """
 
 
@@ -448,7 +446,7 @@ def test_a_process_that_hangs_is_ended_and_told(tmp_path, monkeypatch):
 
 
 def test_a_process_that_ends_early_is_told_and_leaves_no_marker(tmp_path, monkeypatch):
-    compilation = started(monkeypatch, tmp_path, 'print(\'{"found": ["x"], "all_found": true}\')')
+    compilation = started(monkeypatch, tmp_path, 'print(\'{"found": ["x"]}\')')
     with pytest.warns(UserWarning, match="exit code 0"):
         compilation.wait()
     assert not compilation._marker.exists()

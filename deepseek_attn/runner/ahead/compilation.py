@@ -67,8 +67,7 @@ class Compilation:
         self.running: set[str] = set()
         self.done: set[str] = set()
         self.failed: list[str] = []
-        self.problem, self.ended, self._closed, self._all_found = "", False, False, False
-        self._changed = threading.Condition()
+        self.problem, self.ended, self._closed, self._changed = "", False, False, threading.Condition()
         self._request, self._marker = pickle.dumps((request, workers or default_workers())), request.marker()
         self.begun = self._marker.with_suffix(".begun")
         self._process: subprocess.Popen[bytes] | None = None
@@ -165,14 +164,13 @@ class Compilation:
                 self.done.update(event.get("done", ()))
                 self.running -= self.done
                 self.failed += event.get("failed", ())
-                self._all_found |= "all_found" in event
                 if "listed" in event:
                     self._listed, self._of_step = event["listed"], set(event["found"])
                 self.problem = event.get("problem", "")
                 self._changed.notify_all()
         self._messages.put(None)
         code = process.wait()
-        complete = self._all_found and self.found <= self.done
+        complete = not code and self.found <= self.done
         if not (complete or self._closed or self.problem):
             self.problem = f"the process that lists them has ended with exit code {code}"
         if message := self.message():

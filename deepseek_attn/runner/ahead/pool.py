@@ -5,18 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 from deepseek_attn.runner.ahead.recording import Variant, prepare_keys
 from deepseek_attn.utils.processes import end_with_parent
-
-SLOWEST = ("experts_hopper", "compress", "insert_tokens", "linear_hopper", "topk", "collapse", "attend", "multi_linear")
-"""Kernels that take longest to compile, the slowest first; they begin first, so that nothing waits for the last one."""
-FIRST = 3
-"""Lists of variants that are compiled before the others: those of a first prompt and its first decode steps."""
 
 
 class Tell(Protocol):
@@ -25,91 +19,70 @@ class Tell(Protocol):
     def __call__(self, **event: object) -> None: ...
 
 
-@dataclass
-class RequestedSteps:
-    """Steps that the runner computes while its kernels are being compiled.
-
-    Attributes:
-        runner: receives their shapes; None once that process is gone. kernels: lists the kernels of a step.
-    """
-
-    runner: Connection | None
-    kernels: Callable[[Any], list[Variant]]
-
-    def next(self) -> list[Variant]:
-        """The kernels of the step that `runner` has sent."""
-        try:
-            return [] if self.runner is None else self.kernels(self.runner.recv())
-        except EOFError:
-            self.runner = None
-            return []
-
-
 def compile_variants(
-    lists: Iterable[list[Variant]], workers: int, tell: Tell, steps: RequestedSteps | None = None
+    lists: Iterable[list[Variant]],
+    workers: int,
+    tell: Tell,
+    requests: Connection | None = None,
+    kernels_of: Callable[[Any], list[Variant]] = lambda step: [],
 ) -> None:
     """Compiles variants while more are being listed, each in a forked process, ``workers`` of them at a time.
 
-    The kernels of the latest of ``steps`` come first, then those of the `FIRST` lists; within these the slowest.
+    They are compiled in the order in which they are listed, but for those of requested steps: these come first.
+
+    Args:
+        requests: receives the shapes of steps that a runner computes meanwhile; ``kernels_of``: lists their kernels.
     """
-    waiting: list[tuple[int, int, Variant]] = []
+    waiting: dict[str, Variant] = {}
     running: dict[Connection, tuple[BaseProcess, Variant]] = {}
-    known: set[str] = set()
+    started: set[str] = set()
     listed = 0
 
-    def add(number: int, variants: list[Variant]) -> None:
-        """Queues variants by the ``number`` of their list. With ``number`` < 0, queued variants move to the front."""
-        queued = {variant.key for *_, variant in waiting} if number < 0 else set()
-        fresh = [variant for variant in variants if variant.key not in known or variant.key in queued]
-        known.update(variant.key for variant in fresh)
-        moved = {variant.key for variant in fresh}
-        waiting[:] = [job for job in waiting if job[2].key not in moved]
-        for variant in fresh:
-            ranks = [rank for rank, kernel in enumerate(SLOWEST) if variant.name.startswith(kernel)]
-            waiting.append((min(number, FIRST), min(ranks, default=len(SLOWEST)), variant))
-        waiting.sort(key=lambda job: job[:2])
+    def start(variant: Variant) -> None:
+        receive, send = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(target=_compile, args=(variant, send), daemon=True)
+        process.start()
+        send.close()
+        running[receive] = process, variant
+        started.add(variant.key)
+        tell(running=[variant.key])
 
-    def take_steps(timeout: float | None) -> list[Any]:
-        """Queues the kernels of steps that have arrived; returns the other ready file objects."""
-        nonlocal listed
-        source = None if steps is None else steps.runner
-        ready = wait([*running] if source is None else [*running, source], timeout)
-        if steps is not None and source in ready:
-            ready.remove(source)
-            variants = steps.next()
-            if steps.runner is not None:
-                listed += 1
-                add(-listed, variants)
-                tell(found=[variant.key for variant in variants], listed=listed)
-        return ready
+    def finish(receive: Connection) -> None:
+        process, variant = running.pop(receive)
+        try:
+            error = receive.recv()
+        except EOFError:
+            process.join()
+            error = f"its compiler ended with exit code {process.exitcode}"
+        process.join()
+        receive.close()
+        tell(done=[variant.key], failed=[f"{variant.name}: {error}"] if error else [])
+
+    def fresh(variants: list[Variant]) -> dict[str, Variant]:
+        return {variant.key: variant for variant in variants if variant.key not in started}
 
     def advance(timeout: float | None) -> None:
-        ready = take_steps(0)
+        """Takes in what has ended or was requested, for which it waits; then all workers are busy, or none waits."""
+        nonlocal requests, waiting, listed
+        for ready in wait([*running] if requests is None else [*running, requests], timeout):
+            if ready in running:
+                finish(ready)
+            elif requests is not None:
+                try:
+                    variants = kernels_of(requests.recv())
+                except EOFError:  # the runner is gone
+                    requests = None
+                    continue
+                waiting, listed = fresh(variants) | waiting, listed + 1  # in the order of the first
+                tell(found=[variant.key for variant in variants], listed=listed)
         while waiting and len(running) < workers:
-            *_, variant = waiting.pop(0)
-            receive, send = multiprocessing.Pipe(duplex=False)
-            process = multiprocessing.get_context("fork").Process(target=_compile, args=(variant, send), daemon=True)
-            process.start()
-            send.close()
-            running[receive] = process, variant
-            tell(running=[variant.key])
-        for receive in ready or take_steps(timeout):
-            process, variant = running.pop(receive)
-            try:
-                error = receive.recv()
-            except EOFError:
-                process.join()
-                error = f"its compiler ended with exit code {process.exitcode}"
-            process.join()
-            receive.close()
-            tell(done=[variant.key], failed=[f"{variant.name}: {error}"] if error else [])
+            start(waiting.pop(next(iter(waiting))))
 
     prepare_keys().join()  # forked processes inherit the digest of Triton's files
-    for number, fresh in enumerate(lists):
-        tell(found=[variant.key for variant in fresh])
-        add(number, fresh)
+    for variants in lists:
+        tell(found=[variant.key for variant in variants])
+        waiting |= fresh(variants)
         advance(0)
-    tell(all_found=True)
     while waiting or running:
         advance(None)
 
