@@ -194,6 +194,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--query-tokens": (1, MOST),
     "--prompt": (2, MOST),  # of ``bench engine``, as the next one
     "--tokens": (2, MOST),
+    "--vocab": (1, MOST),
     "--drafts": (0, MOST_DRAFTS),
     "--speculate": (0, MOST_DRAFTS),
     "--instances": (1, MOST),

@@ -58,11 +58,35 @@ class NextToken:
         Args:
             async_allowed: the next step may be launched before the tokens of this one have been read.
         """
-        if not all_greedy(work, runner):
+        allowed = self.allowed_tokens(work, runner)
+        if allowed is None:
             return self.options_with_logits(work)
         requests = self.next_step(work, runner) if async_allowed else []
         next_step = tuple((request.sequence, request.max_computed) for request in requests)
-        return replace(self.greedy_options(work, runner), next_step=next_step)
+        return replace(self.greedy_options(work, runner), next_step=next_step, allowed=allowed)
+
+    def allowed_tokens(self, work: Work, runner: ModelRunner) -> tuple[bytes | None, ...] | None:
+        """`StepOptions.allowed` of a step in which the runner chooses all tokens; None where it does not.
+
+        It does where decode steps run over persistent tensors, and all requests take the likeliest token, or the
+        likeliest one of those that structured output allows. The host computes these while the device already computes
+        a step that was launched before.
+        """
+        if runner.graphs is None or not all(self.is_chosen_by_runner(request) for request, _ in work):
+            return None
+        try:
+            masks = tuple(
+                request.allowed_tokens() if n == request.sequence.num_pending else None for request, n in work
+            )
+        except RuntimeError:  # the request fails when its logits are processed
+            return None
+        return masks if any(masks) else ()
+
+    def is_chosen_by_runner(self, request: Request) -> bool:
+        """Whether the next token follows from the largest logit, without a random number."""
+        rules = request.rules
+        processed = request.processes_logits and not (rules is not None and rules.only_grammar)
+        return request.params.greedy and request.takes_computed and not processed
 
     def options_with_logits(self, work: Work) -> StepOptions:
         """Options of a step whose tokens are chosen from logits, request by request."""
@@ -136,13 +160,6 @@ def accept_greedy(chosen: dict[Request, list[int]]) -> Accepted:
         else:
             accepted.tokens[request] = tokens
     return accepted
-
-
-def all_greedy(work: Work, runner: ModelRunner) -> bool:
-    """Whether the runner chooses the tokens: where decode steps do so, and all requests take the model's likeliest."""
-    if runner.graphs is None:
-        return False
-    return all(r.params.greedy and not r.processes_logits and r.takes_computed for r, _ in work)
 
 
 def leaves_snapshot(runner: ModelRunner, request: Request, n: int) -> bool:

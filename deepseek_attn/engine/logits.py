@@ -19,12 +19,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 
 from deepseek_attn.engine.sampling import ELEMENTS_PER_BLOCK, ResolvedParams
 from deepseek_attn.engine.structured import Allowed, GrammarState
+from deepseek_attn.runner.allowed_tokens import restrict
 from deepseek_attn.text.tokenizer import Tokenizer
+from deepseek_attn.utils.device import to_device
 
 NOTHING_LEFT = (
     "no token is left to sample: allowed_token_ids, bad_words, min_tokens and logits_processors exclude every token of "
@@ -89,6 +93,30 @@ class LogitsRules:
         """Whether the logits after ``num_generated`` tokens, or later ones, are processed."""
         always = self._has_addend or self.sequences or self.processors or self.penalised or self.grammar is not None
         return bool(always or (num_generated < self.params.min_tokens and self.stop_token_ids))
+
+    @property
+    def only_grammar(self) -> bool:
+        """Whether no parameter but structured output has rules, which `allowed` then follows."""
+        others = self._has_addend or self.sequences or self.processors or self.penalised or self.params.min_tokens
+        return self.grammar is not None and not others
+
+    def allowed(self, output: list[int]) -> bytes | None:
+        """The tokens that structured output allows after these, a bit each; None without structured output.
+
+        Raises:
+            RuntimeError: the grammar is too complex for llguidance's limits.
+        """
+        if self.grammar is None:
+            return None
+        found = self.grammar.allowed(output)
+        return self._all_but_stop if found is None else found.mask
+
+    @cached_property
+    def _all_but_stop(self) -> bytes:
+        """What comes within the reasoning before a structured answer."""
+        bits = np.ones(-(-self.vocab_size // 32) * 32, dtype=bool)
+        bits[self.stop_token_ids] = False
+        return np.packbits(bits, bitorder="little").tobytes()
 
     def forget(self) -> None:
         """Frees the tensors; they are made again from the tokens when they are needed."""
@@ -209,12 +237,8 @@ def _keep_allowed(logits: torch.Tensor, masks: dict[int, bytes]) -> None:
     """Sets all tokens to -inf whose bit is 0."""
     if not masks:
         return
-    device, vocab = logits.device, logits.shape[1]
-    packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8).to(device)
-    bits = torch.arange(8, dtype=torch.uint8, device=device)
-    allowed = (packed.view(len(masks), -1, 1) >> bits & 1).flatten(1)[:, :vocab]
-    index = _ids(masks, device)
-    logits[index] = logits[index].masked_fill(allowed == 0, -torch.inf)
+    index = _ids(masks, logits.device)
+    logits[index] = restrict(logits[index], list(masks.values()))
 
 
 def _exclude(logits: torch.Tensor, rows: Sequence[LogitsRow], chosen: Chosen, ended: set[int]) -> None:
@@ -327,4 +351,4 @@ def bad_word_ids(words: Iterable[str | tuple[int, ...]], tokenizer: Tokenizer | 
 
 
 def _ids(values: Iterable[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int64, device=device)
+    return to_device(list(values), device)

@@ -359,6 +359,10 @@ class Request:
         confirmed = self.confirmed_length
         return LogitsRow(rules, self.sequence.token_ids, self.prompt_length, confirmed, confirmed + ahead)
 
+    def allowed_tokens(self) -> bytes | None:
+        """The tokens that structured output allows next, see `LogitsRules.allowed`."""
+        return None if self.rules is None else self.rules.allowed(self.generated())
+
     def push(self, token_id: int) -> None:
         """Takes one sampled token, when there are no drafts. Frees the caches at the end."""
         self.sequence.token_ids.append(token_id)

@@ -105,6 +105,9 @@ class MTPSpeculation(NextToken):
         self._drafts: dict[Request, list[int]] = {}
         self._arriving: tuple[list[Request], AsyncHostCopy] | None = None  # drafts that are not read yet
 
+    def is_chosen_by_runner(self, request: Request) -> bool:
+        return super().is_chosen_by_runner(request) and not request.processes_logits
+
     def options_with_logits(self, work: Work) -> StepOptions:
         # prompt rows go through the MTP layer within the step: pages that they read may be freed after it
         return StepOptions(last=self.decode_tokens, hidden_states=True, mtp=has_prompts(work))

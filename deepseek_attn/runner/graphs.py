@@ -17,8 +17,10 @@ import torch
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.manager import SequenceCache
+from deepseek_attn.kernels.sampling import greedy_tokens
 from deepseek_attn.layers.engram import Chunk, EngramTables
 from deepseek_attn.models.block import Backbone
+from deepseek_attn.runner.allowed_tokens import restrict
 from deepseek_attn.runner.device_tables import DeviceTables
 from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep, DraftStep, StepSize
 from deepseek_attn.utils.device import AsyncHostCopy, to_device
@@ -88,6 +90,28 @@ class DecodeRun:
         """Some rows of ``logits(counts)``, perhaps a view of the step's results."""
         of_step = self._rows(counts)
         return select(self.step.logits, [of_step[row] for row in rows])
+
+    def some_tokens(self, counts: list[int], rows: list[int]) -> torch.Tensor:
+        """The greedy tokens of `some_logits`, int64; perhaps a view of the step's results."""
+        of_step = self._rows(counts)
+        return select(self.step.tokens, [of_step[row] for row in rows])
+
+    @torch.inference_mode()
+    def restrict(self, allowed: list[bytes | None]) -> None:
+        """Replaces the token after each sequence's last row by the greedy one of those that are allowed.
+
+        The next step may be launched with it before the host knows it. Only for steps without drafts.
+        """
+        step, some = self.step, [i for i, mask in enumerate(allowed) if mask is not None]
+        rows = self._rows([1] * len(self.places))
+        row = to_device([rows[i] for i in some], step.logits.device)
+        tokens = greedy_tokens(restrict(step.logits[row], [mask for mask in allowed if mask is not None]))
+        requests, width = step.size.requests, step.size.rows_per_request
+        step.tokens[row] = tokens
+        step.results[:, :width] = step.tokens.view(requests, width)
+        request = to_device([self.places[i] for i in some], tokens.device)
+        step.results[request, width] = tokens.clamp(min=0)  # the next step's input: INVALID_TOKEN has no embedding
+        self._host_results = AsyncHostCopy(step.results)
 
     def logits_at(self, rows: list[int]) -> torch.Tensor:
         """Some rows of ``logits()``, perhaps a view of the step's results."""

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from deepseek_attn.config.options import is_integer
-from deepseek_attn.kernels.sampling import greedy_tokens
-from deepseek_attn.utils.device import AsyncHostCopy, to_device
+from deepseek_attn.utils.device import AsyncHostCopy, on_side_stream, to_device
 
 LOGITS_PER_BLOCK = 1 << 24  # logits of known tokens that exist at once: 64 MiB
 ELEMENTS_PER_BLOCK = 1 << 22  # logits that are processed at once: scratch below 128 MiB
@@ -24,7 +23,8 @@ MAX_TOP = 1024  # alternatives per token: for more, whole rows of logits are the
 TOP_RULE = f"must be an integer from 0 (the token alone) to {MAX_TOP}; for whole rows of logits use ModelRunner.score"
 FRACTION_BITS = 34  # a sum of 2**18 multiples of 2**-34, each at most 1, has 52 bits: exact in float64
 UNIT = 2.0**FRACTION_BITS
-MAX_SUMMANDS = 1 << (52 - FRACTION_BITS)
+COLUMN_BITS = 52 - FRACTION_BITS
+MAX_SUMMANDS = 1 << COLUMN_BITS
 
 
 class TokenLogprob(NamedTuple):
@@ -138,6 +138,8 @@ class HasLogitRows(Protocol):
 
     def some_logits(self, counts: list[int], rows: list[int], /) -> torch.Tensor: ...
 
+    def some_tokens(self, counts: list[int], rows: list[int], /) -> torch.Tensor: ...
+
 
 class PendingLogprobs:
     """Log-probabilities of tokens of several requests, on their way to the host.
@@ -168,15 +170,25 @@ class PendingLogprobs:
 def greedy_logprobs(step: HasLogitRows, counts: list[int], tops: list[int | None]) -> PendingLogprobs:
     """Log-probabilities of the greedy tokens after the last ``counts[i]`` rows of each request.
 
+    A few rows are copied and computed beside the next step, which overwrites the logits of this one.
+
     Args:
         tops: alternatives of each request; None: no log-probabilities.
     """
     ends = list(itertools.accumulate(counts))
     asked = [None if top is None else n for top, n in zip(tops, counts, strict=True)]
     rows = [row for end, n in zip(ends, asked, strict=True) for row in range(end - (n or 0), end)]
-    logits = step.some_logits(counts, rows)
-    tokens, alternatives = greedy_tokens(logits), [top or 0 for top in tops]
-    return PendingLogprobs(packed_logprobs(logits, tokens, max(alternatives)), tokens, asked, alternatives)
+    logits, tokens = step.some_logits(counts, rows), step.some_tokens(counts, rows)
+    alternatives = [top or 0 for top in tops]
+
+    def start() -> PendingLogprobs:
+        return PendingLogprobs(packed_logprobs(logits, tokens, max(alternatives)), tokens, asked, alternatives)
+
+    if logits.numel() > ELEMENTS_PER_BLOCK:
+        return start()
+    logits, tokens = logits.clone(), tokens.clone()
+    with on_side_stream(logits, tokens):
+        return start()
 
 
 def known_logprobs(
@@ -250,7 +262,7 @@ def packed_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tor
 def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     """float64 ``[R, 1]``, in the same order of rounding for any number of rows."""
     peak = logits.amax(1, keepdim=True).double()
-    mass = (logits.double() - peak).exp_().mul_(UNIT)
+    mass = (logits - peak).exp_().mul_(UNIT)  # float64, as the peak is
     whole = mass.floor()
     rest = mass.sub_(whole).mul_(UNIT).round_()
     total = whole.sum(1, keepdim=True) + rest.sum(1, keepdim=True) / UNIT
@@ -260,16 +272,11 @@ def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
 def _top(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``k`` largest logits of each row and their columns; of equal ones the lower column first.
 
-    `torch.topk` finds the values, and takes any columns of those that are equal to the smallest. These are replaced by
-    the lowest such columns, and equal values within the result are put in order.
+    They are the largest of integers that are all different: the logit's bits, as a number of the same order, above the
+    negative column.
     """
-    values, columns = logits.topk(k, dim=1)
-    bound = values[:, -1:]
-    numbers = torch.arange(logits.shape[1], dtype=torch.float32, device=logits.device)  # exact up to 2**24
-    lowest = torch.where(logits == bound, -numbers, -math.inf).topk(k, dim=1).values
-    place = torch.arange(k, dtype=torch.int64, device=logits.device) - (values > bound).sum(1, keepdim=True)
-    at_bound = -lowest.gather(1, place.clamp(min=0))
-    columns = torch.where(place >= 0, at_bound.to(torch.int64), columns)
-    columns, order = columns.sort(dim=1)
-    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return values, columns.gather(1, order)
+    bits = (logits + 0.0).view(torch.int32)  # 0.0 for -0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    keys = (ordered << COLUMN_BITS) - torch.arange(logits.shape[1], dtype=torch.int64, device=logits.device)
+    columns = -keys.topk(k, dim=1).values & (MAX_SUMMANDS - 1)
+    return logits.gather(1, columns), columns

@@ -228,6 +228,8 @@ class ModelRunner(LoadedModel):
         rows, lengths = [batch[i] for i in order], [batch[i][1] for i in order]
         if options.drafts and not self._replays(lengths, options, 1 + options.drafts):
             raise ValueError("StepOptions.drafts: this step does not run over persistent tensors; call draft after it")
+        if any(options.allowed) and (options.drafts or options.last != 1 or options.all_logits):
+            raise ValueError("StepOptions.allowed: restricted are steps with last=1 and without drafts and all_logits")
         caches = [(sequence.cache, n) for sequence, n in rows]
         self.manager.reserve(caches)
         with self.manager.all_or_nothing(caches):
@@ -280,6 +282,8 @@ class ModelRunner(LoadedModel):
         if not options.greedy:
             output.logits = in_batch_order(results.logits(counts).split(counts))
             return output
+        if any(options.allowed):
+            results.restrict([options.allowed[i] for i in order])
         tokens = results.tokens(counts)
         output.tokens = lambda: in_batch_order(tokens())
         if any(top is not None for top in options.logprobs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from deepseek_attn.cache.manager import CacheManager, SequenceCache
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.kernels.sampling import greedy_tokens
+from deepseek_attn.runner.allowed_tokens import some_restricted
 from deepseek_attn.runner.logprobs import ScoredRows, TokenLogprobs
 from deepseek_attn.runner.prompts import shown
 from deepseek_attn.runner.replay import Replay
@@ -44,6 +45,8 @@ class StepOptions:
             its drafts and nothing else, each with the most tokens that will ever be computed of it: that step is
             launched at once, before the host has read the token, where decode steps run over persistent tensors and
             pages are free.
+        allowed: with ``greedy``, by sequence of the batch the tokens that may come after its last new one, a bit each
+            as in `runner.allowed_tokens`; None: all. Without drafts, and with ``last`` 1. Empty: all, of all sequences.
         logprobs: with ``greedy``, by sequence of the batch the number of alternatives that are listed with the
             log-probability of its greedy tokens; None: no log-probabilities. Empty: of no sequence.
         scored: by sequence of the batch, tokens that it has already whose log-probabilities are computed; None: none.
@@ -62,6 +65,7 @@ class StepOptions:
     mtp: bool = False
     drafts: int = 0
     next_step: tuple[tuple[Sequence, int], ...] = ()
+    allowed: tuple[bytes | None, ...] = ()
     logprobs: tuple[int | None, ...] = ()
     scored: tuple[ScoredRows | None, ...] = ()
     observer: Callable[[AttentionCall], None] | None = None
@@ -126,6 +130,8 @@ class EagerStep:
     states: torch.Tensor
     one_by_one: bool = False
     _last_logits: tuple[list[int], torch.Tensor] | None = None
+    _last_tokens: tuple[list[int], torch.Tensor] | None = None
+    _allowed: list[bytes | None] = field(default_factory=list)
 
     def hidden_states(self, counts: list[int]) -> torch.Tensor:
         return self._last_rows(counts)
@@ -139,6 +145,21 @@ class EagerStep:
         """Some rows of ``logits(counts)``."""
         return self.logits(counts)[to_device(rows, self.states.device)]
 
+    def some_tokens(self, counts: list[int], rows: list[int]) -> torch.Tensor:
+        """The greedy tokens of `some_logits`, int64."""
+        return self._greedy(counts)[to_device(rows, self.states.device)]
+
+    def restrict(self, allowed: list[bytes | None]) -> None:
+        """From now on, the token after each request's last row is the greedy one of those that are allowed."""
+        self._allowed = allowed
+
+    def _greedy(self, counts: list[int]) -> torch.Tensor:
+        if self._last_tokens is None or self._last_tokens[0] != counts:
+            logits = self.logits(counts)
+            logits = some_restricted(logits, self._allowed) if self._allowed else logits
+            self._last_tokens = counts, greedy_tokens(logits)
+        return self._last_tokens[1]
+
     def logits_at(self, rows: list[int]) -> torch.Tensor:
         """Logits of some rows of the step."""
         return self._logits(self.states[to_device(rows, self.states.device)])
@@ -150,8 +171,7 @@ class EagerStep:
 
     def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
         """Starts to copy the greedy tokens to the host; returns a function that waits for them."""
-        logits = self.logits(counts)
-        copy = AsyncHostCopy(greedy_tokens(logits))
+        copy = AsyncHostCopy(self._greedy(counts))
 
         def wait() -> list[list[int]]:
             values = iter(copy.wait())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -65,6 +66,25 @@ def run_beside(function: Callable[[], T], device: torch.device) -> tuple[T, torc
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+@contextmanager
+def on_side_stream(*tensors: torch.Tensor) -> Iterator[None]:
+    """Context whose launches run in parallel with those after it. They come after all launches before it.
+
+    Args:
+        tensors: those of before the context that it reads; no later launch may write them. On a CPU: no effect.
+    """
+    device = tensors[0].device
+    if device.type != "cuda":
+        yield
+        return
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
+    for tensor in tensors:
+        tensor.record_stream(side)  # their memory is not reused before the side stream has read it
 
 
 class AsyncHostCopy:

@@ -7,18 +7,28 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.cli import main
+from deepseek_attn.engine import decoding, logits, structured
 from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.logits import LogitsRow, LogitsRules, processed_logits
 from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.engine.structured import GrammarState, compiled_grammar
+from deepseek_attn.runner import allowed_tokens, graphs
+from deepseek_attn.runner.allowed_tokens import restrict, some_restricted
+from deepseek_attn.runner.graph_steps import CapturedStep
+from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.reply import END_THINK, THINK
+from tests.engine.test_interruptions import interrupted_everywhere
 from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked, use_buckets
-from tests.support.requests import finish, prompt
+from tests.support.interruptions import InterruptBefore
+from tests.support.requests import finish, greedy, prompt
 
 pytest.importorskip("llguidance", reason="pip install 'deepseek-attn[structured]'")
 
@@ -130,6 +140,129 @@ def test_the_answer_after_reasoning_has_the_structure(llm):
         assert completion.answer in CHOICES
         assert (completion.token_ids.index(end) <= 9) if ids[-1] == think else completion.token_ids[-1] == 1
         assert bool(completion.reasoning) == (ids[-1] == think)
+
+
+GREEDY = [([max(token, 20) for token in prompt(7 + 9 * i, i)], params_of(kind, temperature=0, **options))
+          for i, (kind, options) in enumerate([("json_schema", {"logprobs": 3}), ("regex", {}), ("choices", {}),
+              ("grammar", {"logprobs": 0})])]  # fmt: skip
+GREEDY.append((prompt(30, 98), greedy(40, logprobs=1)))
+
+
+def run_greedy(engine):
+    """Requests of each kind and one without, which starts later."""
+    requests = [engine.add_request(*job) for job in GREEDY[:-1]]
+    for _ in range(3):
+        engine.step()
+    requests.append(engine.add_request(*GREEDY[-1]))
+    finish(engine)
+    assert leaked(engine) == {}
+    return [request.completion() for request in requests]
+
+
+@pytest.fixture
+def runner(llm, monkeypatch):
+    """Its decode steps run over persistent tensors."""
+    monkeypatch.setattr(llm.runner, "graphs", None)
+    use_buckets(llm.runner)
+    return llm.runner
+
+
+def test_greedy_texts_over_persistent_tensors(llm, runner, monkeypatch):
+    """The device chooses among the allowed tokens, and the next step is launched with them before the host reads them.
+
+    Log-probabilities are of the model's distribution, to which the allowed tokens make no difference.
+    """
+    found, runs, run, early = [], [], CapturedStep.run, DecodeGraphs.launch_next_step
+    monkeypatch.setattr(CapturedStep, "run", lambda step: (runs.append(step), run(step))[1])
+    monkeypatch.setattr(DecodeGraphs, "launch_next_step", lambda *args: (found.append(args), early(*args))[1])
+    ahead = run_greedy(Engine(runner, llm.tokenizer))
+    longest = max(len(completion.token_ids) for completion in ahead)
+    assert len(runs) < longest + 5  # launched steps were those that came next
+    assert len(found) > longest - 5
+    runner.graphs = None
+    for (ids, params), completion, after in zip(GREEDY, ahead, run_greedy(Engine(runner, llm.tokenizer)), strict=True):
+        assert completion.token_ids == after.token_ids
+        if params.logprobs is not None:
+            assert completion.logprobs.top_ids.tolist() == after.logprobs.top_ids.tolist()
+            np.testing.assert_allclose(completion.logprobs.logprobs, after.logprobs.logprobs, atol=2e-5)
+            [text] = runner.score_logprobs([ids + completion.token_ids])
+            np.testing.assert_allclose(completion.logprobs.logprobs, text.logprobs[len(ids) - 1 :], atol=2e-5)
+    for (_, params), completion in zip(GREEDY[:-1], ahead, strict=False):
+        STRUCTURES[kind_of(params)][1](completion.text)
+
+
+@pytest.mark.parametrize("output", [[], [40, 41], [40, 128, 97], [128], [128, 97], [128, 97, 98]], ids=str)
+def test_what_the_runner_allows_is_what_logits_processing_leaves(llm, output):
+    """In reasoning (before token 128), in the answer, and behind its end."""
+    vocab, stops = llm.runner.config.vocab_size, [1, 77]
+    params = SamplingParams(temperature=0, regex="[a-zA-Z!-@]{1,2}").resolved()
+    grammar = GrammarState(compiled_grammar(params, llm.tokenizer, vocab, [1]), begins_after=128)
+    rules = LogitsRules(params, [], stops, vocab, grammar)
+    rows = torch.randn(1, vocab)
+    expected, failures = processed_logits(rows, [LogitsRow(rules, output, 0, len(output), len(output))])
+    allowed = rules.allowed(output)
+    assert torch.equal(restrict(rows.clone(), [allowed]), expected)
+    assert torch.equal(some_restricted(torch.cat([rows] * 2), [None, allowed]), torch.cat([rows, expected]))
+    assert failures == {}
+
+
+LONG = SamplingParams(temperature=0, max_tokens=5, regex="[a-z ]{300}")
+
+
+def test_interrupted_before_any_line(llm, runner):
+    """Ctrl-C at every stage: the next steps give the same tokens."""
+    ids = [[max(token, 20) for token in prompt(length, length)] for length in (30, 12, 9)]
+    jobs = list(zip(ids, [LONG, replace(LONG, temperature=0.8, seed=3), LONG], strict=True))
+    before = runner.manager.available_pages()
+
+    def make_engine():
+        use_buckets(runner)
+        return Engine(runner, llm.tokenizer)
+
+    interrupted_everywhere(make_engine, jobs, every=41, start=7)
+    interrupted_everywhere(make_engine, jobs[::2], 2, tuple(module.__file__ for module in MASKING))
+    assert runner.manager.available_pages() == before
+
+
+MASKING = structured, logits, allowed_tokens, graphs, decoding
+
+
+def test_errors_before_any_line(llm, runner):
+    """They end requests with a message, or none; the next request of the same LLM is right."""
+    ids, engine = [25, 26, 27], llm.engine
+    files = tuple(module.__file__ for module in MASKING)
+    with InterruptBefore(None, files) as trace:
+        [expected] = llm.generate([ids], LONG)
+    fired = 0
+    for line in list(trace.lines)[::3]:
+        with InterruptBefore(line, files, RuntimeError) as broken:
+            try:
+                [completion] = llm.generate([ids], LONG)
+                assert (completion.token_ids == expected.token_ids) == (completion.error is None)
+            except RuntimeError:
+                pass
+        fired += broken.fired
+        assert leaked(engine) == {}
+        assert llm.generate([ids], LONG) == [expected]
+    assert fired > 40
+
+
+def test_ctrl_c_aborts_the_requests_of_an_llm(llm, runner):
+    """At the callback of a step, while another step has been launched."""
+    stop = iter(range(4))
+
+    def interrupt(stats):
+        if next(stop, None) is None:
+            raise KeyboardInterrupt
+
+    [expected] = llm.generate([[25, 26, 27]], LONG)
+    llm.engine.on_step = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[25, 26, 27], [30, 31]], LONG)
+    llm.engine.on_step = None
+    assert not llm.engine.has_unfinished
+    assert leaked(llm.engine) == {}
+    assert llm.generate([[25, 26, 27]], LONG) == [expected]
 
 
 HI = [{"role": "user", "content": "hi"}]

@@ -58,7 +58,7 @@ def test_commands(page):
 def test_commands_are_found():
     found = commands((ROOT / "README.md").read_text(encoding="utf-8"), "deepseek-attn ")
     assert len(found) >= 12
-    assert any(words[1:3] == ["bench", "op|layer|model|engine|memory"] for words in found)
+    assert any(words[1:3] == ["bench", "op|layer|model|engine|structured|memory"] for words in found)
     assert any("--max-model-len" in words for words in found), "inline code that goes over two lines"
     assert check_flags(["deepseek-attn", "generate", "--prompts", "FILE", "--nonsense"]) == "no flags ['--nonsense']"
     assert check_flags(["deepseek-attn", "serve"]) == "no command ['serve']"

@@ -32,13 +32,19 @@ class InterruptBefore:
 
     Args:
         files: beginnings of the names of files whose lines count.
+        error: what it raises.
 
     Attributes:
         lines: lines that have run, each once, in order; fired: whether it has raised.
     """
 
-    def __init__(self, line: Line | None = None, files: tuple[str, ...] = LIBRARY):
-        self.line, self.files = line, files
+    def __init__(
+        self,
+        line: Line | None = None,
+        files: tuple[str, ...] = LIBRARY,
+        error: type[BaseException] = Interrupted,
+    ):
+        self.line, self.files, self.error = line, files, error
         self.lines: dict[Line, None] = {}
         self.fired = False
 
@@ -64,5 +70,5 @@ class InterruptBefore:
         self.lines[line] = None
         if line == self.line and not self.fired:
             self.fired = True
-            raise Interrupted
+            raise self.error
         return self._run_line

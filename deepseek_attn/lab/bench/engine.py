@@ -1,4 +1,4 @@
-"""Timing the engine: decoding with and without drafts, as CUDA graphs and eagerly, side by side in one process."""
+"""Timing the engine side by side in one process: with drafts, log-probabilities, structured output, without graphs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,41 @@ from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.engine.stats import EngineStats
+from deepseek_attn.lab.bench.structured import RECORDS
 from deepseek_attn.lab.bench.timing import GraphReplays
 from deepseek_attn.lab.training.text import TEST_SHARE, sample_text
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
+from deepseek_attn.text.tokenizer_files import MIN_VOCAB
 
 SETTLED = 8  # first steps in which all requests decode do not count where there are more
 
 
 @dataclass(frozen=True)
 class DecodingVariant:
-    """A way to decode: with ``drafts`` of the MTP layer per step, and over CUDA graphs where the runner has them."""
+    """A way to decode.
+
+    Attributes:
+        drafts: of the MTP layer, per step.
+        graphs: over CUDA graphs where the runner has them.
+        logprobs: alternatives that are listed with each token's log-probability; None: no log-probabilities.
+        structured: the text has the structure of `RECORDS`.
+    """
 
     drafts: int = 0
     graphs: bool = True
+    logprobs: int | None = None
+    structured: bool = False
+
+    def params(self, num_tokens: int) -> SamplingParams:
+        """Greedy ones for exactly so many tokens."""
+        return SamplingParams(
+            temperature=0,
+            max_tokens=num_tokens,
+            logprobs=self.logprobs,
+            json_schema=RECORDS if self.structured else None,
+            ignore_eos=not self.structured,
+        )
 
 
 @dataclass
@@ -65,6 +86,7 @@ class EngineTiming:
 
     Attributes:
         batch: requests at a time; drafts: per step and request; graphs: steps were CUDA graphs.
+        logprobs, structured: as in `DecodingVariant`.
         rounds: runs, whose median counts.
         tokens_per_second: new tokens after the prompts, all requests together; speedup: divided by the baseline's.
         step_us: time of a step in which all requests decode.
@@ -84,6 +106,8 @@ class EngineTiming:
     batch: int
     drafts: int
     graphs: bool
+    logprobs: int | None
+    structured: bool
     rounds: int
     tokens_per_second: float
     speedup: float
@@ -104,7 +128,12 @@ class EngineTiming:
 
 
 def time_engine(
-    runner: ModelRunner, prompts: list[list[int]], variants: list[DecodingVariant], num_tokens: int, rounds: int = 3
+    runner: ModelRunner,
+    prompts: list[list[int]],
+    variants: list[DecodingVariant],
+    num_tokens: int,
+    rounds: int = 3,
+    tokenizer: Tokenizer | None = None,
 ) -> list[EngineTiming]:
     """Times greedy decoding of ``num_tokens`` tokens after each prompt, all prompts at once, the variants alternately.
 
@@ -112,36 +141,42 @@ def time_engine(
 
     Args:
         variants: the first variant is the baseline.
+        tokenizer: which structured output needs; text is made of the tokens then.
 
     Raises:
         ValueError: drafts without an MTP layer, or more than a step can verify, or too few tokens to time.
         RuntimeError: a request failed.
     """
     for variant in variants:
-        run_variant(runner, variant, prompts, num_tokens)
+        run_variant(runner, variant, prompts, num_tokens, tokenizer)
     passes: dict[DecodingVariant, list[Pass]] = {variant: [] for variant in variants}
     for _ in range(rounds):
         for variant in variants:
-            passes[variant].append(run_variant(runner, variant, prompts, num_tokens))
+            passes[variant].append(run_variant(runner, variant, prompts, num_tokens, tokenizer))
     baseline = passes[variants[0]]
     return [summary(variant, passes[variant], baseline, len(prompts)) for variant in variants]
 
 
-def run_variant(runner: ModelRunner, variant: DecodingVariant, prompts: list[list[int]], num_tokens: int) -> Pass:
+def run_variant(
+    runner: ModelRunner,
+    variant: DecodingVariant,
+    prompts: list[list[int]],
+    num_tokens: int,
+    tokenizer: Tokenizer | None = None,
+) -> Pass:
     """One run, by an engine of its own; the runner is afterwards as it was before."""
     before = runner.graphs, runner.decode_query_len
     runner.graphs, runner.decode_query_len = runner.graphs if variant.graphs else None, 1
     try:
         decoder = MTPSpeculation(runner, variant.drafts) if variant.drafts else None
-        return run_engine(Engine(runner, decoder=decoder), prompts, num_tokens)
+        return run_engine(Engine(runner, tokenizer, decoder), prompts, variant.params(num_tokens))
     finally:
         runner.graphs, runner.decode_query_len = before
 
 
 @torch.inference_mode()
-def run_engine(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Pass:
+def run_engine(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Pass:
     """Runs all prompts to their end."""
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in prompts]
     found, steady, prompt_seconds, prompt_tokens = Pass(), [], 0.0, 0
     with GraphReplays() as replays:
@@ -162,8 +197,8 @@ def run_engine(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Pas
     found.verifications, found.tokens = engine.stats.verifications, [r.completion().token_ids for r in requests]
     if len(steady) < 2:
         raise ValueError(
-            f"{num_tokens} new tokens per request: all {len(prompts)} requests decode, and none ends, in {len(steady)} "
-            "steps; time more tokens"
+            f"{params.max_tokens} new tokens per request: all {len(prompts)} requests decode, and none ends, in "
+            f"{len(steady)} steps; time more tokens"
         )
     found.prompt_seconds, found.prompt_tokens = prompt_seconds, prompt_tokens
     (_, begin), *steady = steady[SETTLED if len(steady) > SETTLED + 4 else 0 :]
@@ -185,6 +220,8 @@ def summary(variant: DecodingVariant, passes: list[Pass], baseline: list[Pass], 
         batch=batch,
         drafts=variant.drafts,
         graphs=bool(device),
+        logprobs=variant.logprobs,
+        structured=variant.structured,
         rounds=len(passes),
         tokens_per_second=rate,
         speedup=rate / tokens_per_second(baseline),
@@ -244,10 +281,10 @@ def text_prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int
 
 
 def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> Iterator[list[int]]:
-    """``count`` prompts of ``length`` random tokens."""
+    """``count`` prompts of ``length`` random tokens, none of which begins or ends a part of a chat."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        yield torch.randint(2, vocab_size, (length,), generator=generator).tolist()
+        yield torch.randint(MIN_VOCAB - 256, vocab_size, (length,), generator=generator).tolist()
 
 
 def cut_config(config: AnyConfig, layers: int | None = None, experts: int | None = None) -> AnyConfig:

@@ -1,4 +1,4 @@
-"""``deepseek-attn bench op|layer|model|tune|engine|memory``: times of ops, layers, steps, decoding; memory of a GPU."""
+"""``deepseek-attn bench WHAT``: times of ops, layers, steps, decoding and structured output; memory of a GPU."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_deterministic_option(model)
     add_tune_parser(what)
     add_engine_parser(what)
+    add_structured_parser(what)
     add_memory_parser(what)
     for part in (layer, model):
         part.add_argument(
@@ -99,7 +100,9 @@ def add_tune_parser(what: argparse._SubParsersAction) -> None:
 
 
 def add_engine_parser(what: argparse._SubParsersAction) -> None:
-    engine = what.add_parser("engine", help="greedy decoding with and without drafts, alternately")
+    engine = what.add_parser(
+        "engine", help="greedy decoding with and without drafts, log-probabilities and structured output, alternately"
+    )
     engine.add_argument(
         "--model", metavar="DIR|ID|NAME|FILE",
         help=f"checkpoint directory or {HUB_ID}, or a preset or config.json to fill with random weights (default: the "
@@ -115,6 +118,10 @@ def add_engine_parser(what: argparse._SubParsersAction) -> None:
         "--drafts", type=numbers, default=[1, 2, 3], metavar="LIST",
         help="drafts per step, each beside none (default: 1,2,3)",
     )  # fmt: skip
+    engine.add_argument(
+        "--logprobs", type=int, metavar="K", help="also with log-probabilities of each token and the K likeliest"
+    )
+    engine.add_argument("--structured", action="store_true", help="also with a JSON schema for the text")
     engine.add_argument("--eager", action="store_true", help="where steps are CUDA graphs: also time them without")
     add_deterministic_option(engine)
     engine.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens of a prompt (default: 64)")
@@ -126,6 +133,21 @@ def add_engine_parser(what: argparse._SubParsersAction) -> None:
     add_numerics_options(engine)
     add_report_option(engine)
     engine.set_defaults(plot=None)
+
+
+def add_structured_parser(what: argparse._SubParsersAction) -> None:
+    structured = what.add_parser(
+        "structured", help="what structured output costs a token: the mask on the host, applying it on the device"
+    )
+    structured.add_argument(
+        "--model", metavar="DIR", help="folder with a tokenizer.json (default: pieces of the sample text)"
+    )
+    structured.add_argument(
+        "--vocab", type=int, default=129280, metavar="N", help="tokens of the model's vocabulary (default: 129280)"
+    )
+    structured.add_argument("--tokens", type=int, default=300, metavar="N", help="tokens of a text (default: 300)")
+    structured.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    structured.set_defaults(plot=None)
 
 
 def add_memory_parser(what: argparse._SubParsersAction) -> None:
@@ -153,7 +175,7 @@ def run(args: argparse.Namespace) -> None:
 
     commands = {
         "op": runs.run_ops, "layer": runs.run_layer, "model": runs.run_model, "engine": runs.run_engine,
-        "memory": runs.run_memory, "tune": runs.run_tune,
+        "memory": runs.run_memory, "tune": runs.run_tune, "structured": runs.run_structured,
     }  # fmt: skip
     commands[args.what](args)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from deepseek_attn.lab.bench.memory import Limits, measure_memory
 from deepseek_attn.lab.bench.model import time_model
 from deepseek_attn.lab.bench.ops import op_cases, time_case
 from deepseek_attn.lab.bench.plots import bar_chart
+from deepseek_attn.lab.bench.structured import time_masks, wide_tokenizer
 from deepseek_attn.lab.bench.timing import ceilings
 from deepseek_attn.lab.bench.tune import FAMILIES, json_lines, tables_of, time_tables
 from deepseek_attn.lab.commands.table import PrintedTable, print_kernels
@@ -199,36 +201,60 @@ def run_tune(args: argparse.Namespace) -> None:
 
 
 def run_engine(args: argparse.Namespace) -> None:
-    """Times greedy decoding of an engine with each number of drafts, at all batch sizes."""
+    """Times greedy decoding of an engine in each of the ways, at all batch sizes."""
     runner = engine_runner(args, checkpoint_to_time(args))
     show_report(runner, args)
     drafts = [n for n in args.drafts if n > 0]
     variants = [DecodingVariant(), *map(DecodingVariant, drafts)]
+    if args.logprobs is not None:
+        variants.append(DecodingVariant(logprobs=args.logprobs))
+    if args.structured:
+        variants.append(DecodingVariant(structured=True))
     if args.eager and runner.graphs is not None:
         variants.append(DecodingVariant(graphs=False))
     rows = []
     table = PrintedTable({
-        "batch": ">6", "drafts": ">8", "graph": ">7", "tokens/s": ">11.1f", "ratio": ">7.2f", "step us": ">11.1f",
-        "tokens/step": ">13.2f", "breaks even": ">13.2f", "accepted": ">10.0%", "pays from": ">11.0%", "host": ">7.1%",
-        "prompt tok/s": ">14.0f",
+        "batch": ">6", "drafts": ">8", "with": ">13", "graph": ">7", "tokens/s": ">11.1f", "ratio": ">7.2f",
+        "step us": ">11.1f", "tokens/step": ">13.2f", "breaks even": ">13.2f", "accepted": ">10.0%",
+        "pays from": ">11.0%", "host": ">7.1%", "prompt tok/s": ">14.0f",
     })  # fmt: skip
-    for batch in args.batch:
-        if runner.directory is not None and (runner.directory / TOKENIZER_FILE).is_file():
-            prompts = text_prompts(Tokenizer(runner.directory), batch, args.prompt)
-        else:
-            prompts = list(random_prompts(runner.config.vocab_size, batch, args.prompt))
-        for timing in time_engine(runner, prompts, variants, args.tokens, args.repeats):
-            rows.append(timing.row())
-            table.add(
-                batch, timing.drafts, "yes" if timing.graphs else "no", timing.tokens_per_second, timing.speedup,
-                timing.step_us, timing.tokens_per_step, timing.break_even_tokens_per_step, timing.acceptance_rate,
-                timing.break_even_acceptance, timing.host_share, timing.prompt_tokens_per_second,
-            )  # fmt: skip
+    own = Tokenizer(runner.directory) if runner.directory and (runner.directory / TOKENIZER_FILE).is_file() else None
+    vocab = runner.config.vocab_size
+    with wide_tokenizer(vocab) if args.structured and own is None else nullcontext(own) as tokenizer:
+        for batch in args.batch:
+            prompts = text_prompts(own, batch, args.prompt) if own else random_prompts(vocab, batch, args.prompt)
+            for timing in time_engine(runner, list(prompts), variants, args.tokens, args.repeats, tokenizer):
+                rows.append(timing.row())
+                logprobs = "" if timing.logprobs is None else f"{timing.logprobs} logprobs"
+                table.add(
+                    batch, timing.drafts, "structure" if timing.structured else logprobs,
+                    "yes" if timing.graphs else "no", timing.tokens_per_second, timing.speedup, timing.step_us,
+                    timing.tokens_per_step, timing.break_even_tokens_per_step, timing.acceptance_rate,
+                    timing.break_even_acceptance, timing.host_share, timing.prompt_tokens_per_second,
+                )  # fmt: skip
     run = {
         "benchmark": "engine", "model": args.model or "small", "layers": len(runner.backbone_layers),
         "experts": runner.config.n_routed_experts, "prompt": args.prompt, "tokens": args.tokens, **settings(runner),
     }  # fmt: skip
     finish(args, run, rows, ("drafts",))
+
+
+def run_structured(args: argparse.Namespace) -> None:
+    """Times the masks of structured output, for each kind of structure."""
+    device, rows = pick_device(args.device), []
+    table = PrintedTable({
+        "structure": "<12", "tokens": ">7", "allowed": ">9.1%", "compile ms": ">12.1f", "mask us": ">10.1f",
+        "10 %": ">9.1f", "90 %": ">9.1f", "apply us": ">10.1f",
+    })  # fmt: skip
+    with nullcontext(Tokenizer(args.model)) if args.model else wide_tokenizer(args.vocab) as tokenizer:
+        tokenizer.check_ids(args.vocab)
+        for timing in time_masks(tokenizer, args.vocab, args.tokens, device):
+            rows.append(timing.row())
+            table.add(
+                timing.structure, timing.tokens, timing.allowed, timing.compile_ms, timing.microseconds, timing.low,
+                timing.high, timing.apply_us,
+            )  # fmt: skip
+    finish(args, {"benchmark": "structured", "vocab": args.vocab, "device": str(device)}, rows, ())
 
 
 def run_memory(args: argparse.Namespace) -> None:

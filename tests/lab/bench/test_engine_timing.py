@@ -14,6 +14,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.stats import EngineStats
 from deepseek_attn.lab.bench import engine as bench
 from deepseek_attn.lab.bench.engine import DecodingVariant, Pass, cut_config, random_prompts, text_prompts, time_engine
+from deepseek_attn.lab.bench.structured import wide_tokenizer
 from deepseek_attn.lab.bench.timing import GraphReplays
 from deepseek_attn.lab.training.text import sample_text
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -145,6 +146,29 @@ def test_command_on_random_weights(capsys):
     assert [(row["batch"], row["drafts"]) for row in report["rows"]] == [(1, 0), (1, 2), (2, 0), (2, 2)]
     assert (report["layers"], report["experts"], report["prompt"], report["tokens"]) == (1, 16, 20, 12)
     assert report["environment"]["packages"]["torch"]
+
+
+def test_command_with_log_probabilities_and_structure(capsys):
+    pytest.importorskip("llguidance", reason="pip install 'deepseek-attn[structured]'")
+    args = "bench engine --device cpu --model tiny_v32 --layers 1 --experts 16 --batch 1 --drafts 0 --prompt 20"
+    assert main([*args.split(), "--tokens", "12", "--repeats", "1", "--logprobs", "3", "--structured"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [(row["logprobs"], row["structured"]) for row in rows] == [(None, False), (3, False), (None, True)]
+    assert rows[1]["same_text"] == 1 > rows[2]["same_text"]
+    assert rows[2]["speedup"] == pytest.approx(rows[2]["tokens_per_second"] / rows[0]["tokens_per_second"])
+
+
+def test_masks_of_structures(capsys):
+    """Each text is long enough, or ends; the vocabulary is as wide as the model's."""
+    pytest.importorskip("llguidance", reason="pip install 'deepseek-attn[structured]'")
+    assert main(["bench", "structured", "--device", "cpu", "--vocab", "2000", "--tokens", "7"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["structure"] for row in rows] == ["json_schema", "regex", "choices", "grammar"]
+    assert all(row["tokens"] <= 7 and 0 < row["allowed"] < 1 and row["apply_us"] > 0 for row in rows)
+    assert rows[1]["tokens"] == rows[2]["tokens"] == 7
+    with wide_tokenizer(2000) as tokenizer:
+        assert len(tokenizer) == 2000
+        assert tokenizer.decode(tokenizer.encode("grüße €\n")) == "grüße €\n"
 
 
 def test_command_on_the_small_checkpoint(capsys):
