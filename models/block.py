@@ -19,6 +19,7 @@ from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.hyper_connection import HyperConnection, SublayerInput, SublayerOutput
 from deepseek_attn.layers.embedding import Embedding, Head
+from deepseek_attn.layers.expert_memory import RESIDENT, ExpertMemory
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, ModuleTable, RMSNorm
@@ -37,6 +38,7 @@ class BuildContext(Generic[ConfigT]):
         impl: the attention impl of layers that have one; dense ones (V3) run in plain torch.
         max_positions: length of the rotary tables.
         parallel: the ranks that share the model.
+        experts: where routed experts are kept.
         ropes: rotary tables built so far; see `rope`.
     """
 
@@ -47,6 +49,7 @@ class BuildContext(Generic[ConfigT]):
     impl: type[SparseMLAAttentionImpl] | None
     max_positions: int
     parallel: Parallel = field(default_factory=Parallel.single)
+    experts: ExpertMemory = RESIDENT
     ropes: dict[RopeSpec, RotaryTable] = field(default_factory=dict)
 
     @property
@@ -93,7 +96,9 @@ class Block(BlockBase):
         if attention_only:
             return
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-        self.ffn = self.experts_class(config, spec, context.numerics, context.dtype, device, context.parallel)
+        self.ffn = self.experts_class(
+            config, spec, context.numerics, context.dtype, device, context.parallel, context.experts
+        )
         rows, columns = (2 + config.hc_mult) * config.hc_mult, config.hc_mult * config.hidden_size
         for sublayer in ("attn", "ffn"):
             self.declare(f"hc_{sublayer}_fn", (rows, columns), torch.float32)

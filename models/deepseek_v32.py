@@ -39,7 +39,7 @@ class DeepseekV32Block(BlockBase):
             split = partial(parallel.token_shard, unit=shard_unit(config, numerics))
             self.ffn = MLP(*widths, limit, numerics, dtype, device, split)
         else:
-            self.ffn = MoE(config, spec, numerics, dtype, device, parallel)
+            self.ffn = MoE(config, spec, numerics, dtype, device, parallel, context.experts)
 
     def forward(
         self, y: torch.Tensor, residual: torch.Tensor | None, token_ids: torch.Tensor, step: StepMetadata

@@ -33,6 +33,7 @@ from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.kernels.indexer import MAX_TRITON_TOPK, TRITON_HEAD_DIM
+from deepseek_attn.layers.expert_memory import RESIDENT, ExpertMemory
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.split import check_split
 from deepseek_attn.models import deepseek_v4, deepseek_v32, deepseek_v41
@@ -49,6 +50,7 @@ class Family(ABC):
         model_class: class that `build` instantiates; its ``block_class`` has the layers' attention.
         impls: attention impls of the family.
         builder_class: builds the metadata of its steps.
+        experts: where routed experts are kept.
         impl: the chosen impl; None for V3, whose layers have no impl.
         mixed: prefill queries read cache pages in place.
         reference_only: every op runs as its torch reference (``backend="reference"``).
@@ -70,9 +72,10 @@ class Family(ABC):
         device: torch.device,
         options: AttentionOptions,
         parallel: Parallel | None = None,
+        experts: ExpertMemory = RESIDENT,
     ):
         self.config, self.dtype, self.device, self.options = config, dtype, device, options
-        self.parallel = parallel or Parallel.single()
+        self.parallel, self.experts = parallel or Parallel.single(), experts
         if options.deterministic:
             self.check_deterministic()
         self.numerics = numerics
@@ -126,7 +129,7 @@ class Family(ABC):
         MTP layers are built with the whole model only, and not with data-parallel attention.
         """
         context: BuildContext[Any] = BuildContext(  # of the config of `model_class`
-            self.config, self.numerics, self.dtype, self.device, self.impl, max_positions, self.parallel
+            self.config, self.numerics, self.dtype, self.device, self.impl, max_positions, self.parallel, self.experts
         )
         if attention_only:
             return AttentionStack(context, layers, self.model_class.block_class)
@@ -304,6 +307,7 @@ def get_family(
     device: torch.device,
     options: AttentionOptions,
     parallel: Parallel | None = None,
+    experts: ExpertMemory = RESIDENT,
 ) -> Family:
     """The family of a config; see `Family` for its errors."""
-    return FAMILIES[type(config)](config, numerics, dtype, device, options, parallel)
+    return FAMILIES[type(config)](config, numerics, dtype, device, options, parallel, experts)

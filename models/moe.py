@@ -20,6 +20,7 @@ from deepseek_attn.kernels.moe import (
     moe_route,
     swiglu,
 )
+from deepseek_attn.layers.expert_memory import HOST, RESIDENT, ExpertMemory
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
 from deepseek_attn.layers.parallel import Parallel
@@ -146,6 +147,7 @@ class Experts(CheckpointModule):
         weigh_output: an expert's weight multiplies its output (DeepSeek-V3) instead of the input of ``w2`` (V4). The
             two differ by rounding.
         shard: the experts of this rank, over which outputs are summed; None for all of them.
+        memory: where the experts are kept.
     """
 
     def __init__(
@@ -156,15 +158,16 @@ class Experts(CheckpointModule):
         device: torch.device | str = "cpu",
         weigh_output: bool = False,
         shard: Shard | None = None,
+        memory: ExpertMemory = RESIDENT,
     ):
         super().__init__(device)
-        self.weigh_output = weigh_output
+        self.weigh_output, self.memory = weigh_output, memory
         self.count, self.limit = config.n_routed_experts, config.swiglu_limit
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         first, kept = (shard.start, shard.size) if shard else (0, self.count)
-        self.w1 = ExpertLinear(kept, hidden, inner, numerics, dtype, device, first)
-        self.w3 = ExpertLinear(kept, hidden, inner, numerics, dtype, device, first)
-        self.w2 = ExpertLinear(kept, inner, hidden, numerics, dtype, device, first)
+        self.w1 = ExpertLinear(kept, hidden, inner, numerics, dtype, device, first, memory)
+        self.w3 = ExpertLinear(kept, hidden, inner, numerics, dtype, device, first, memory)
+        self.w2 = ExpertLinear(kept, inner, hidden, numerics, dtype, device, first, memory)
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
         for index in range(self.count):
@@ -185,12 +188,14 @@ class Experts(CheckpointModule):
         """
         w1 = self.w1
         stacks = _stack(w1), _stack(self.w3), _stack(self.w2)
+        if self.memory.kind == HOST and x.is_cuda:
+            stacks = tuple(ExpertStack(*(None if t is None else t.to(x.device) for t in stack)) for stack in stacks)
         options = self.limit, self.weigh_output, w1.input_format, add, self.count, add_ready
         return moe_experts(x, experts, weights, *stacks, *options)
 
 
 def _stack(linear: ExpertLinear) -> ExpertStack:
-    """Weights of a projection, for the op."""
+    """Weights of a projection, for the op; in host memory if the experts are kept there."""
     weights = linear.loaded
     return ExpertStack(weights["weight"], weights["scale"], linear._buffers["exponent"])
 
@@ -209,6 +214,7 @@ class MoE(CheckpointModule):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         parallel: Parallel | None = None,
+        memory: ExpertMemory = RESIDENT,
     ):
         super().__init__(device)
         self.parallel = parallel = parallel or Parallel.single()
@@ -217,7 +223,7 @@ class MoE(CheckpointModule):
             self.gate = GroupLimitedGate(config, spec, dtype, device, shard)
         else:
             self.gate = Gate(config, spec, dtype, device, shard)
-        self.experts = Experts(config, numerics, dtype, device, weigh_output=grouped, shard=shard)
+        self.experts = Experts(config, numerics, dtype, device, weigh_output=grouped, shard=shard, memory=memory)
         inner = config.moe_intermediate_size * config.n_shared_experts
         limit, split = config.swiglu_limit, partial(parallel.token_shard, unit=shard_unit(config, numerics))
         self.shared_experts = MLP(config.hidden_size, inner, limit, numerics, dtype, device, split)

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from math import prod
 
+import torch
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -16,7 +18,7 @@ from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.selection import ASKED_FOR, UNKNOWN, Selection
 from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
 from deepseek_attn.checkpoint.stored_weights import holds_nan, read_table_rows, read_weight
-from deepseek_attn.layers.weights import WeightSlot, checkpoint_slots
+from deepseek_attn.layers.weights import SlotKind, WeightSlot, checkpoint_slots
 from deepseek_attn.utils.sizes import show_bytes
 
 
@@ -28,7 +30,8 @@ class LoadReport:
         loaded: published names of the tensors that were loaded, scales included.
         ignored: rule -> published names of the tensors that it excluded.
         bytes: stored bytes of the loaded tensors; of a sharded tensor, those of this rank's shard.
-        by_row: tables and their scales that stay in the checkpoint and are read by row while the model runs.
+        by_row: tensors and their scales that stay in the checkpoint and are read while the model runs: tables, by row,
+            and routed experts with ``expert_memory="disk"``.
         mtp_loaded: the MTP layers of the model have weights. False if the model or the checkpoint has no MTP layers
             (transformers drops them), if the checkpoint has a DSpark drafter instead, and for partial loads.
     """
@@ -48,7 +51,7 @@ class LoadReport:
         ignored = ", ".join(f"{len(names)} {rule}" for rule, names in self.ignored.items())
         return (
             f"LoadReport({len(self.loaded)} tensors, {show_bytes(self.bytes)}, ignored: {ignored or 'none'}, "
-            f"mtp_loaded={self.mtp_loaded}{f', {len(self.by_row)} read by row' if self.by_row else ''})"
+            f"mtp_loaded={self.mtp_loaded}{f', {len(self.by_row)} left in the checkpoint' if self.by_row else ''})"
         )
 
 
@@ -59,6 +62,7 @@ def load_model(
     attention_only: bool = False,
     progress: bool = True,
     memory: int | None = None,
+    host_memory: int | None = None,
 ) -> LoadReport:
     """Fills the weight slots of ``model`` from ``source``, one tensor (with its scale) at a time.
 
@@ -72,16 +76,18 @@ def load_model(
         layers: load only these backbone layers, and the tensors outside layers; no MTP.
         attention_only: load only ``layers.N.attn.*`` and ``layers.N.attn_norm.weight``.
         progress: show a bar of bytes, if standard error is a terminal.
-        memory: bytes of the memory that the weights go to; None: not checked.
+        memory: bytes of the memory of the model's device; None: not checked.
+        host_memory: bytes of host memory for weights that are kept there instead; None: not checked.
 
     Raises:
-        ValueError: one error that lists every problem found in the headers; more bytes than ``memory``; or values that
-            a slot refuses (scales or router biases that are not finite, experts that do not exist), with their tensor.
+        ValueError: one error that lists every problem found in the headers; more bytes than a memory has; or values
+            that a slot refuses (scales or router biases that are not finite, experts that do not exist), with their
+            tensor.
 
     Warns:
         UserWarning: weights hold NaN, or there are tensors of a kind that no model here has; they are named.
     """
-    return load_slots(checkpoint_slots(model), source, layers, attention_only, progress, memory)
+    return load_slots(checkpoint_slots(model), source, layers, attention_only, progress, memory, host_memory)
 
 
 def load_slots(
@@ -91,6 +97,7 @@ def load_slots(
     attention_only: bool = False,
     progress: bool = True,
     memory: int | None = None,
+    host_memory: int | None = None,
 ) -> LoadReport:
     """`load_model` for any slots by published name."""
     source = source if isinstance(source, CanonicalSource) else CanonicalSource(source)
@@ -99,11 +106,7 @@ def load_slots(
     found = account(slots, source, selection)
     sizes = {pair: _loaded_bytes(slots[pair[0]], pair, entries) for pair in found.loaded}
     total, with_nan = sum(sizes.values()), []
-    if memory is not None and total > memory:
-        raise ValueError(
-            f"the weights have {total:,} bytes, and there is memory for {memory:,}: use more ranks, some of the layers "
-            "(layers=[...]), or another device"
-        )
+    _check_memory(slots, found.loaded, entries, memory, host_memory)
     shown = None if progress else True  # None: tqdm shows the bar on a terminal only
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=shown) as bar:
         for pair, size in sizes.items():
@@ -122,9 +125,53 @@ def load_slots(
         )
     for name, _ in found.by_row:
         if (attach := slots[name].attach) is not None:
-            attach(partial(read_table_rows, source, name))
+            rows = slots[name].kind is SlotKind.ROWS
+            attach(partial(read_table_rows, source, name) if rows else partial(_read_later, source, name, slots[name]))
     loaded, by_row = tuple(chain(*found.loaded)), tuple(chain(*found.by_row))
     return LoadReport(loaded, found.ignored, total, any(name.startswith("mtp.") for name in loaded), by_row)
+
+
+def _check_memory(
+    slots: dict[str, WeightSlot],
+    loaded: list[tuple[str, ...]],
+    entries: dict[str, TensorInfo],
+    memory: int | None,
+    host_memory: int | None,
+) -> None:
+    """ValueError if the weights do not fit in the memory of the device, or those of host memory not there."""
+    in_host = in_device = 0
+    for pair in loaded:
+        size = _held_bytes(slots[pair[0]], pair, entries)
+        if slots[pair[0]].in_host:
+            in_host += size
+        else:
+            in_device += size
+    if memory is not None and in_device > memory:
+        raise ValueError(
+            f"the weights have {in_device:,} bytes, and there is memory for {memory:,}: keep routed experts elsewhere "
+            "(expert_memory='disk', or 'host' for a GPU), use more ranks, some of the layers (layers=[...]), or "
+            "another device"
+        )
+    if host_memory is not None and in_host > host_memory:
+        raise ValueError(
+            f"expert_memory='host': the routed experts have {in_host:,} bytes, and {host_memory:,} bytes of host "
+            "memory are available: use expert_memory='disk', more ranks on more hosts, or end other programs"
+        )
+
+
+def _held_bytes(slot: WeightSlot, pair: tuple[str, ...], entries: dict[str, TensorInfo]) -> int:
+    """Bytes of a loaded tensor with its scale, or of this rank's shard of them."""
+    if slot.dense is None or (len(pair) > 1 and slot.keeps_quantized):
+        return _loaded_bytes(slot, pair, entries)
+    return slot.dense * prod(slot.shape if slot.shard is None else slot.shard.of(slot.shape))
+
+
+def _read_later(source: CanonicalSource, name: str, slot: WeightSlot) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A weight that stayed in the checkpoint, as its slot loads it; ValueError with its name if it cannot be."""
+    try:
+        return read_weight(source, name, slot.shard, slot.block)
+    except ValueError as error:
+        raise ValueError(f"cannot read {source.shown(name)}: {error}") from error
 
 
 def _loaded_bytes(slot: WeightSlot, pair: tuple[str, ...], entries: dict[str, TensorInfo]) -> int:

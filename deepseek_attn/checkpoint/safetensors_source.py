@@ -5,14 +5,18 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo, shortened
+from deepseek_attn.layers.weights import Shard
 from deepseek_attn.text.token_numbers import read_token_numbers
 from deepseek_attn.utils.json_files import parse_json, read_json
 from deepseek_attn.utils.other_formats import LFS_POINTER, SINGLE_RANK, contents, interrupted
@@ -28,8 +32,9 @@ class SafetensorsSource(CheckpointSource):
 
     The ``model0-mp1.safetensors`` that DeepSeek's ``convert.py`` writes is a single file too.
 
-    All headers are read and checked at once. Files are mapped into memory, so that reading a part of a tensor costs its
-    own bytes only. Usable as a context manager.
+    All headers are read and checked at once. Whole tensors and contiguous parts of them are read by file, by any number
+    of threads: no page of the file stays in the memory of this process. `view`, rows and other parts are read through a
+    mapping. Usable as a context manager.
 
     Args:
         path: checkpoint directory.
@@ -50,33 +55,69 @@ class SafetensorsSource(CheckpointSource):
             ) from None
         self._needed = needed
         self._files: dict[Path, safe_open] = {}
+        self._opened: dict[Path, ShardFile] = {}
+        self._opening = threading.Lock()
+        self._found: dict[Path, os.stat_result] = {}
         self._read_by_row: set[str] = set()
         self._entries: dict[str, TensorInfo] = {}
-        self._shard_of: dict[str, Path] = {}
+        self._places: dict[str, ShardPlace] = {}
         for shard, listed in self._shards().items():
             self._add_shard(shard, listed)
 
     def entries(self) -> dict[str, TensorInfo]:
         return self._entries
 
-    def read(self, name: str) -> torch.Tensor:
-        return self.view(name).clone()
+    reads_in_threads = True
 
-    def view(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
+        return self._read(name, self._stored_shape(name))
+
+    def read_part(self, name: str, index: int, count: int) -> torch.Tensor:
+        first, second, *rest = self._stored_shape(name)
+        rows = first * second // count
+        return self._read(name, (rows, *rest), index * rows)
+
+    def read_shard(self, name: str, shard: Shard) -> torch.Tensor:
+        shape = self._stored_shape(name)
+        if shard.dim == 0:
+            return self._read(name, shard.of(shape), shard.start)
+        mapped = self.view(name)
+        part = mapped.narrow(shard.dim, shard.start, shard.size).clone(memory_format=torch.contiguous_format)
+        advise(mapped, "MADV_DONTNEED")
+        return part
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor that `read` returns."""
         if name not in self._entries:
             raise ValueError(f"no tensor {name} in {self.path}")
-        dtype = self._entries[name].dtype
-        if dtype not in DTYPES:
-            raise ValueError(f"{name} has dtype {dtype}: supported are {', '.join(DTYPES)}")
-        shard = self._shard_of[name]
+        info = self._entries[name]
+        if info.dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {info.dtype}: supported are {', '.join(DTYPES)}")
+        return (*info.shape[:-1], info.shape[-1] // 2) if DTYPES[info.dtype].bits == 4 else info.shape
+
+    def _read(self, name: str, shape: tuple[int, ...], skipped: int = 0) -> torch.Tensor:
+        """Values of this shape from a tensor, behind ``skipped`` rows as wide as the shape's."""
+        tensor = torch.empty(shape, dtype=DTYPES[self._entries[name].dtype].torch, device="cpu")
+        place = self._places[name]
+        with self._opening:
+            if place.shard not in self._opened:
+                self._opened[place.shard] = ShardFile(place.shard, self._found[place.shard])
+            file = self._opened[place.shard]
+        file.read_into(tensor, place.start + skipped * prod(shape[1:]) * tensor.itemsize)
+        return tensor
+
+    def view(self, name: str) -> torch.Tensor:
+        self._stored_shape(name)
+        shard = self._places[name].shard
         if shard not in self._files:
             self._files[shard] = safe_open(shard, framework="pt")
         tensor = self._files[shard].get_tensor(name)
-        return tensor.view(torch.uint8) if DTYPES[dtype].torch == torch.uint8 else tensor
+        return tensor.view(torch.uint8) if DTYPES[self._entries[name].dtype].torch == torch.uint8 else tensor
 
     def read_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         if name not in self._read_by_row:
-            expect_random_reads(self.view(name))
+            # otherwise the system may read megabytes around each row
+            advise(self.view(name), "MADV_RANDOM")
             self._read_by_row.add(name)
         return super().read_rows(name, rows)
 
@@ -84,8 +125,10 @@ class SafetensorsSource(CheckpointSource):
         return read_token_numbers(self.path, count, vocab_size)
 
     def close(self) -> None:
-        """Unmaps the shards; reading again maps them again."""
+        """Unmaps and closes the shards; reading again opens them again."""
         self._files.clear()
+        with self._opening:
+            self._opened.clear()
         self._read_by_row.clear()
 
     def __enter__(self) -> SafetensorsSource:
@@ -115,7 +158,8 @@ class SafetensorsSource(CheckpointSource):
         raise ValueError(f"no safetensors checkpoint in {self.path}: neither {INDEX_FILE} nor {SINGLE_FILE}{hint}")
 
     def _add_shard(self, shard: Path, listed: set[str] | None) -> None:
-        tensors = read_header(shard)
+        self._found[shard] = shard.stat()
+        tensors, starts = read_header(shard)
         absent = sorted((listed or set()) - tensors.keys())
         if absent:
             raise ValueError(
@@ -130,19 +174,69 @@ class SafetensorsSource(CheckpointSource):
                 f"{shortened(unlisted[0])}: index and shards are not of one checkpoint"
             )
         self._entries |= tensors
-        self._shard_of |= dict.fromkeys(tensors, shard)
+        self._places |= {name: ShardPlace(shard, start) for name, start in starts.items()}
 
 
-def expect_random_reads(mapped: torch.Tensor) -> None:
-    """Advises the system of random access to a mapped tensor: it then reads only the pages of the requested rows.
+class ShardPlace(NamedTuple):
+    """Where a tensor's bytes begin."""
 
-    Otherwise it may read megabytes around each row.
+    shard: Path
+    start: int
+
+
+class ShardFile:
+    """An open shard that several threads read. The file is closed when the object is freed.
+
+    Args:
+        found: of the file when its header was read.
+
+    Raises:
+        ValueError: the file is gone, or another one since.
     """
-    if not hasattr(mmap, "MADV_RANDOM"):  # not a Unix system
+
+    def __init__(self, path: Path, found: os.stat_result):
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(f"shard {path} cannot be read: {error.strerror}") from error
+        weakref.finalize(self, self._file.close)
+        now = os.fstat(self._file.fileno())
+        if (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns):
+            raise ValueError(f"shard {path} was changed after its header was read: load the checkpoint again")
+        self._seeking = threading.Lock()
+
+    def read_into(self, tensor: torch.Tensor, start: int) -> None:
+        """Fills a contiguous tensor with the file's bytes from ``start`` on.
+
+        Raises:
+            ValueError: the file cannot be read, or has become shorter.
+        """
+        values = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        while values:
+            try:
+                count = self._read_some(values, start)
+            except OSError as error:
+                raise ValueError(f"shard {self.path} cannot be read: {error.strerror}") from error
+            if not count:
+                raise ValueError(f"shard {self.path} has become shorter since its header was read: fetch it again")
+            values, start = values[count:], start + count
+
+    def _read_some(self, values: memoryview, start: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [values], start)
+        with self._seeking:  # not a Unix system
+            self._file.seek(start)
+            return self._file.readinto(values) or 0
+
+
+def advise(mapped: torch.Tensor, name: str) -> None:
+    """Advises the system about the pages of a mapped tensor; ``name``: of a constant of the module `mmap`."""
+    if not hasattr(mmap, name):  # not a Unix system
         return
     start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = mapped.data_ptr() + mapped.nbytes - start
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_RANDOM)
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), getattr(mmap, name))
 
 
 def read_index(index: Path, needed: Callable[[str], bool]) -> dict[Path, set[str]]:
@@ -174,8 +268,8 @@ def read_index(index: Path, needed: Callable[[str], bool]) -> dict[Path, set[str
     return dict(sorted(shards.items()))
 
 
-def read_header(shard: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, in the order of their bytes.
+def read_header(shard: Path) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """The tensors of one safetensors file in the order of their bytes, and where in the file each begins.
 
     The safetensors library checks types, sizes, and that tensors cover the file without gaps. It keeps one of two
     entries with the same name, so duplicates are searched here.
@@ -200,7 +294,7 @@ def read_header(shard: Path) -> dict[str, TensorInfo]:
         expected = 8 + len(header) + max((entry["data_offsets"][1] for _, entry in entries), default=0)
         what = "truncated shard" if found < expected else "bytes after the last tensor of shard"
         raise ValueError(f"{what} {shard}: expected {expected} bytes by its header, found {found}; fetch it again")
-    return tensors
+    return tensors, {name: 8 + len(header) + entry["data_offsets"][0] for name, entry in entries}
 
 
 def _tensor_info(what: str, fields: dict[str, Any]) -> TensorInfo:

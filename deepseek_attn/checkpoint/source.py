@@ -66,7 +66,13 @@ class TensorInfo:
 
 
 class CheckpointSource(ABC):
-    """Named tensors with their headers, read one at a time."""
+    """Named tensors with their headers, read one at a time.
+
+    Attributes:
+        reads_in_threads: several threads may call `read`, `read_part` and `read_shard` at the same time.
+    """
+
+    reads_in_threads = False
 
     @abstractmethod
     def entries(self) -> dict[str, TensorInfo]:

@@ -25,9 +25,11 @@ def add_runner_options(parser: argparse.ArgumentParser) -> None:
     add_numerics_options(group)
     add_attention_options(group)
     add_deterministic_option(group)
+    add_expert_options(group)
     add_limits(group)
 
 
+EXPERTS = ("expert_memory", "expert_cache_bytes")
 ATTENTION = ("backend", "decode_backend", "prefill_backend", "fp8_mode", "prefill_workspace_rows")
 
 
@@ -46,6 +48,21 @@ def add_deterministic_option(parser: argparse._ActionsContainer) -> None:
         "--deterministic",
         action="store_true",
         help="logits whose bits do not depend on batch, chunks, preemption, prefix reuse or drafts; slower",
+    )
+
+
+def add_expert_options(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--expert-memory",
+        choices=("gpu", "host"),
+        default="gpu",
+        help="routed experts are kept on the device, or in pinned host memory (default: gpu)",
+    )
+    parser.add_argument(
+        "--expert-cache-bytes",
+        type=memory_size,
+        metavar="BYTES",
+        help="experts that the GPU, or a CPU in RAM, keeps of those elsewhere (default: by the memory that is free)",
     )
 
 
@@ -111,9 +128,10 @@ def add_limits(parser: argparse._ActionsContainer) -> None:
 
 def runner_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `ModelRunner.from_pretrained`."""
-    names = ("device", "numerics", "index_keys", "dtype", *ATTENTION, "deterministic", "parallel", *LIMITS)
+    names = ("device", "numerics", "index_keys", "dtype", *ATTENTION, *EXPERTS, "deterministic", "parallel", *LIMITS)
     options = {name: getattr(args, name, None) for name in names}
-    return options | {"fp8_mode": options["fp8_mode"] or "auto", "deterministic": bool(options["deterministic"])}
+    chosen = {"fp8_mode": options["fp8_mode"] or "auto", "deterministic": bool(options["deterministic"])}
+    return options | chosen | {"expert_memory": options["expert_memory"] or "gpu"}
 
 
 def integer(text: str) -> int:
@@ -213,6 +231,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--chunk-size": (1, MOST),
     "--top": (1, MOST),
     "--kv-cache-bytes": (1, PEBIBYTE),
+    "--expert-cache-bytes": (1, PEBIBYTE),
     "--memory": (1, PEBIBYTE),
     "--temperature": (0, MOST),
     "--top-k": (0, MOST),

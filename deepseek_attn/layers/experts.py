@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.kernels.common.quant import InputFormat, row_exponents
 from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
+from deepseek_attn.layers.expert_memory import DISK, HOST, RESIDENT, ExpertMemory
 from deepseek_attn.layers.weights import CheckpointModule, SlotKind, WeightSlot, check_fp8_input, parameter, to_stored
+from deepseek_attn.utils.device import pinned_empty
 
 
 class ExpertLinear(CheckpointModule):
@@ -20,6 +22,8 @@ class ExpertLinear(CheckpointModule):
 
     Args:
         experts: number of experts of this rank; first: the checkpoint's number of the first of them.
+        memory: where the stack is: on the device, or in host memory, which is pinned if the device is a GPU. With
+            ``disk`` there is no stack, and `read` reads an expert.
     """
 
     def __init__(
@@ -31,15 +35,18 @@ class ExpertLinear(CheckpointModule):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         first: int = 0,
+        memory: ExpertMemory = RESIDENT,
     ):
         super().__init__(device)
         self.experts, self.in_features, self.out_features, self.first = experts, in_features, out_features, first
-        self.numerics, self.dtype = numerics, dtype
+        self.numerics, self.dtype, self.memory = numerics, dtype, memory
+        self.in_host = memory.kind == HOST and self._device.type != "cpu"
         self.input_format = InputFormat(numerics.fp8_activations, numerics.pow2_activation_scales, numerics.fp8_group)
         self.register_parameter("weight", None)
         self.register_parameter("scale", None)
         self.register_buffer("exponent", None, persistent=False)
         self._has_exponents = self.input_format.fp8
+        self._readers: dict[int, Callable[[], tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
         return iter(())  # `Experts` names them: the checkpoint counts experts before projections
@@ -50,17 +57,29 @@ class ExpertLinear(CheckpointModule):
         def load(weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
             self._load_expert(index - self.first, weight, scale)
 
-        elsewhere = not 0 <= index - self.first < self.experts
-        shape = (self.out_features, self.in_features)
-        return WeightSlot(shape, SlotKind.LINEAR, load, elsewhere=elsewhere, block=self.numerics.weight_block)
+        def attach(read: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+            self._readers[index - self.first] = read
+
+        return WeightSlot(
+            (self.out_features, self.in_features),
+            SlotKind.LINEAR,
+            load,
+            elsewhere=not 0 <= index - self.first < self.experts,
+            block=self.numerics.weight_block,
+            attach=attach if self.memory.kind == DISK else None,
+            dense=self.dtype.itemsize,
+            keeps_quantized=self.numerics.quantized_weights,
+            in_host=self.in_host,
+        )
 
     def _load_expert(self, index: int, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
-        weight, scale = to_stored(weight, scale, self.numerics, self.dtype, self._device)
+        device = torch.device("cpu") if self.in_host and not weight.is_meta else self._device
+        weight, scale = to_stored(weight, scale, self.numerics, self.dtype, device)
         if scale is not None and self.input_format.fp8:
             check_fp8_input(self.in_features, self.input_format.group)
         if self.weight is None:
-            self.weight = parameter(weight.new_empty((self.experts, *weight.shape)))
-            self.scale = None if scale is None else parameter(scale.new_empty((self.experts, *scale.shape)))
+            self.weight = parameter(self._empty_stack(weight))
+            self.scale = None if scale is None else parameter(self._empty_stack(scale))
         if weight.dtype != self.weight.dtype:
             raise ValueError(
                 f"expert {self.first + index} has a {weight.dtype} weight, other experts of the layer "
@@ -69,6 +88,13 @@ class ExpertLinear(CheckpointModule):
         if scale is not None and self.scale is not None:
             self.scale[index].copy_(self._load_exponent(index, weight, scale))
         self.weight[index].copy_(weight)
+
+    def _empty_stack(self, expert: torch.Tensor) -> torch.Tensor:
+        """Memory for as many tensors like ``expert`` as there are experts."""
+        shape = (self.experts, *expert.shape)
+        if self.in_host and self._device.type == "cuda":
+            return pinned_empty(shape, expert.dtype)
+        return expert.new_empty(shape)
 
     def _load_exponent(self, index: int, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Records the row exponents of an FP4 expert while all experts have them; returns the scales to keep."""
@@ -80,7 +106,7 @@ class ExpertLinear(CheckpointModule):
             return scale
         exponent, scale = found
         if self.exponent is None:
-            self.exponent = exponent.new_empty((self.experts, *exponent.shape))
+            self.exponent = self._empty_stack(exponent)
         self.exponent[index] = exponent
         return scale
 

@@ -57,8 +57,11 @@ class Linear(CheckpointModule):
         self._segment: ops.Segment | None = None
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        block = self.numerics.weight_block
-        yield "weight", WeightSlot(self.full_shape, SlotKind.LINEAR, self.load, self.shard, block=block)
+        stored = {"block": self.numerics.weight_block, "keeps_quantized": self.numerics.quantized_weights}
+        yield (
+            "weight",
+            WeightSlot(self.full_shape, SlotKind.LINEAR, self.load, self.shard, dense=self.dtype.itemsize, **stored),
+        )
 
     def load(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         weight, scale = to_stored(weight, scale, self.numerics, self.dtype, self._device)

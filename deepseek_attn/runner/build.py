@@ -40,6 +40,7 @@ from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.dispatch import problem_on, reference_ops
 from deepseek_attn.kernels.common.invariance import batch_invariant_ops
 from deepseek_attn.layers.engram import Engram, EngramTables
+from deepseek_attn.layers.expert_memory import GPU, ExpertMemory
 from deepseek_attn.layers.launch import environment
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, Backbone, layer_specs
@@ -50,7 +51,7 @@ from deepseek_attn.runner.cpu_threads import CpuThreads
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
-from deepseek_attn.utils.device import total_memory
+from deepseek_attn.utils.device import available_memory, total_memory
 from deepseek_attn.utils.sizes import show_bytes
 from deepseek_attn.utils.torch_state import in_own_torch_state, own_torch_state
 from deepseek_attn.utils.turns import in_turn
@@ -232,6 +233,8 @@ def build_runner(
     max_rollback: int = 16,
     max_snapshots: int = 0,
     kv_cache_bytes: int | None = None,
+    expert_memory: str = GPU,
+    expert_cache_bytes: int | None = None,
     cuda_graphs: bool | None = None,
     deterministic: bool = False,
     parallel: Parallel | None = None,
@@ -254,7 +257,8 @@ def build_runner(
         backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows, deterministic
     )
     keys = None if attention.reference_only or problem_on(device) else _prepare_keys()
-    family = get_family(config, numerics, dtype, device, attention, parallel)
+    experts = ExpertMemory(expert_memory, expert_cache_bytes)
+    family = get_family(config, numerics, dtype, device, attention, parallel, experts)
     limit = config.max_position_embeddings
     max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
     layers = None if layers is None else as_list(layers, "layers: numbers of layers")
@@ -285,7 +289,8 @@ def build_runner(
         model = family.build(layers, attention_only, max_model_len)
         layout = layout_of(model)
         family.workspace_rows(model, layout)  # refuses options before weights are loaded
-        report = load_model(model, canonical, layers, attention_only, progress, total_memory(device))
+        memory, host_memory = load_memory(device, parallel)
+        report = load_model(model, canonical, layers, attention_only, progress, memory, host_memory)
         if not isinstance(model, AttentionStack) and not report.mtp_loaded and len(model.mtp):
             model.mtp.clear()
             layout = layout_of(model)
@@ -323,6 +328,16 @@ def build_runner(
     if keys is not None:
         keys.join()  # a launch before its end would compute the same again
     return runner
+
+
+def load_memory(device: torch.device, parallel: Parallel) -> tuple[int, int]:
+    """Bytes of memory for weights on the device, and for weights in host memory, of one of the ranks of a host.
+
+    Rank 0 measures for all ranks, before any of them loads.
+    """
+    ranks = environment("LOCAL_WORLD_SIZE", parallel.world)
+    host = parallel.share(available_memory()) // ranks
+    return (host if device.type == "cpu" else total_memory(device)), host
 
 
 def _prepare_keys() -> Thread:

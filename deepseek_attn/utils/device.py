@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 T = TypeVar("T")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+MEMINFO = Path("/proc/meminfo")
 
 
 def total_memory(device: torch.device) -> int:
@@ -29,6 +34,63 @@ def total_memory(device: torch.device) -> int:
         return min(physical, int(CGROUP_LIMIT.read_text()))
     except (OSError, ValueError):  # no such file, or "max"
         return physical
+
+
+def available_memory() -> int:
+    """Bytes of host memory that this process may still take: free, or held by caches that the system gives up.
+
+    2**62 where they are not known.
+    """
+    found = [1 << 62]
+    try:
+        fields = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
+        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    except (OSError, ValueError, KeyError):  # not Linux
+        pass
+    try:
+        limit, used = int(CGROUP_LIMIT.read_text()), int(CGROUP_LIMIT.with_name("memory.current").read_text())
+        stat = dict(line.split() for line in CGROUP_LIMIT.with_name("memory.stat").read_text().splitlines())
+        found.append(limit - used + int(stat["inactive_file"]) + int(stat["active_file"]))
+    except (OSError, ValueError, KeyError):  # no such files, or no limit
+        pass
+    return max(0, min(found))
+
+
+class PinnedMemory:
+    """Page-locked host memory of exactly ``nbytes`` bytes, released when no tensor uses it any more.
+
+    The allocator behind ``pin_memory=True`` rounds sizes up to powers of two, which would be up to twice the experts.
+
+    Raises:
+        ValueError: CUDA refuses to lock as much.
+    """
+
+    def __init__(self, nbytes: int):
+        self._map = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.__array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (self._address, False), "version": 3
+        }  # fmt: skip
+        self._locked = False
+        error = int(torch.cuda.cudart().cudaHostRegister(self._address, nbytes, 1))  # 1: portable
+        if error:
+            raise ValueError(
+                f"CUDA cannot lock {nbytes:,} bytes of host memory (error {error}): raise the limit of locked memory "
+                "(ulimit -l unlimited; docker run --ulimit memlock=-1), free host memory, or use expert_memory='disk'"
+            )
+        self._locked = True
+
+    def __del__(self) -> None:
+        if getattr(self, "_locked", False):
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
+def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor in page-locked host memory of exactly its size, which kernels can read."""
+    values = torch.from_numpy(np.asarray(PinnedMemory(prod(shape) * dtype.itemsize)))
+    return values.view(dtype).view(*shape)
 
 
 def to_device(

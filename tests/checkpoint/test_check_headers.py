@@ -158,7 +158,7 @@ def test_random_weights_that_no_memory_holds():
 
 
 def test_weights_that_the_memory_does_not_hold(monkeypatch):
-    monkeypatch.setattr("deepseek_attn.runner.build.total_memory", lambda device: 10_000)
+    monkeypatch.setattr("deepseek_attn.runner.build.available_memory", lambda: 10_000)
     source = random_source()
     monkeypatch.setattr(source, "read", lambda name: pytest.fail("a tensor was read"))
     with pytest.raises(ValueError, match=r"the weights have [\d,]+ bytes, and there is memory for 10,000"):

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors import safe_open
 
 import deepseek_attn.checkpoint.safetensors_source as source_module
 from deepseek_attn.checkpoint import (
@@ -342,11 +341,12 @@ def test_each_shard_is_opened_once_and_in_order(tmp_path, monkeypatch):
     files = SafetensorsSource(path)
     opened = []
 
-    def counting(file, *args, **kwargs):
-        opened.append(file.name)
-        return safe_open(file, *args, **kwargs)
+    class Counting(source_module.ShardFile):
+        def __init__(self, path, found):
+            opened.append(path.name)
+            super().__init__(path, found)
 
-    monkeypatch.setattr(source_module, "safe_open", counting)
+    monkeypatch.setattr(source_module, "ShardFile", Counting)
     load(files)
     assert opened == [f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
 
