@@ -42,7 +42,16 @@ class DeepseekV4(DraftsBlocks, Backbone):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None) -> torch.Tensor:
         """``token_ids``, ``positions`` int64 ``[T]`` -> streams after the last block, ``[T, hc_mult, hidden_size]``."""
-        streams = self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        return self.run_layers(self.first_streams(token_ids), token_ids, positions, step)
+
+    def first_streams(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Streams before the first block, ``[T, hc_mult, hidden_size]``: copies of the embedding."""
+        return self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+
+    def run_layers(
+        self, streams: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None
+    ) -> torch.Tensor:
+        """The result of `forward`, from the streams before the first loaded layer."""
         targets, means = self.target_layers, []
         for index, block in self.layers.items():
             is_target = int(index) in targets
@@ -71,7 +80,7 @@ class DeepseekV4(DraftsBlocks, Backbone):
 
     def draft_block(self, token_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """See `DraftsBlocks.draft_block`."""
-        streams = self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        streams = self.first_streams(token_ids)
         for stage in self.stages:
             streams = stage(streams, token_ids, step.positions, step)
         return collapse_streams(self.stages[-1], streams, self.config)

@@ -14,7 +14,7 @@ from typing import Any
 from deepseek_attn.cache.layout import check_records
 from deepseek_attn.config.fields import MAX_INTEGER, FieldReader
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.config.numerics import get_numerics
+from deepseek_attn.config.numerics import PRESETS, get_numerics
 from deepseek_attn.lab.experiments.define.settings import (
     CheckpointSettings,
     CostSettings,
@@ -213,6 +213,7 @@ def _read_variant(reader: FieldReader, label: str, raw: Any) -> ModelVariant | N
     for key in ("index_topk", "sliding_window"):
         reader.as_integer(f"{label}.{key}", raw.get(key))
     reader.as_choice(f"{label}.kv_record", raw.get("kv_record"), KV_RECORDS)
+    reader.as_choice(f"{label}.numerics", raw.get("numerics"), tuple(PRESETS))
     if len(reader.problems) == before:
         name = read_label(reader, f"{label}.name", default_name(raw) if raw.get("name") is None else raw["name"])
         return None if name is None else ModelVariant(**{**raw, "name": name})
@@ -236,6 +237,6 @@ def _check_fit(
         try:
             config = variant.config(model)
             if numerics is not None:
-                check_records(config, variant.numerics(numerics))
+                check_records(config, variant.numerics_from(numerics))
         except ValueError as error:
             reader.problem(f"variant {variant.name!r} does not fit {where}: {error}")

@@ -103,12 +103,16 @@ class CheckpointSettings:
             checkpoint's tokenizer.
         max_tokens: how much of the text.
         seq_len: length of the sequences that the text is split into.
+        layers: how many of the model's first layers are computed, 0 for all. The norm and the head follow the last one.
+        layers_at_once: how many of them are in memory at a time, 0 for all; hidden states between them are in files.
     """
 
     model: str
     text: str | None
     max_tokens: int
     seq_len: int
+    layers: int = 0
+    layers_at_once: int = 0
 
 
 def read_sections(reader: FieldReader, folder: Path) -> dict[str, Any]:
@@ -250,4 +254,6 @@ def _task(section: _Section, name: str, options: Any, shared: Mapping[str, Any])
 def _checkpoint(section: _Section) -> CheckpointSettings:
     model, text = section.path("model"), section.path("text")
     model = model or str(SMALL_CHECKPOINT)
-    return CheckpointSettings(model, text, section.integer("max_tokens", 2048), section.integer("seq_len", 1024))
+    tokens, length = section.integer("max_tokens", 2048), section.integer("seq_len", 1024)
+    layers = section.integer("layers", 0, minimum=0), section.integer("layers_at_once", 0, minimum=0)
+    return CheckpointSettings(model, text, tokens, length, *layers)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepseek_attn.config.model import LayerSpec, ModelConfig, preset_names
+from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.lab.experiments.define.files import digest_of, name_of
 from deepseek_attn.lab.experiments.define.settings import (
     CheckpointSettings,
@@ -139,9 +140,10 @@ def make_units(experiment: Experiment, device: str) -> list[Unit]:
     return sorted(units, key=lambda unit: not unit.alone)
 
 
-def layer_key(spec: LayerSpec, config: ModelConfig, kv_record: str) -> str:
-    """Names a kind of attention layer: layers of one key cost the same."""
-    options = [f"w{config.sliding_window}", kv_record]
+def layer_key(spec: LayerSpec, config: ModelConfig, variant: ModelVariant, preset: Numerics) -> str:
+    """Names a kind of attention layer of ``variant``: layers of one key cost the same."""
+    options = [f"w{config.sliding_window}", variant.numerics_from(preset).kv_record]
+    options += [] if variant.numerics is None else [variant.numerics]
     if spec.ratio:
         options += ["overlap"] * spec.overlap + [f"top{config.index_topk}"] * spec.has_indexer
     return "-".join([spec.kind, *options])
@@ -156,9 +158,9 @@ def _cost_units(experiment: Experiment, device: str) -> list[Unit]:
     for variant in experiment.variants:
         inputs, name = {"variant": asdict(variant), **shared}, f"{variant.name}: bytes and FLOPs"
         units.append(Unit("cost", name, f"variants/{variant.slug}/cost", inputs, CostJob(variant, cost), alone=True))
-        config, numerics = variant.config(cost.model), variant.numerics(cost.numerics)
+        config = variant.config(cost.model)
         for spec in config.layers:
-            kinds.setdefault(layer_key(spec, config, numerics.kv_record), (variant, spec))
+            kinds.setdefault(layer_key(spec, config, variant, cost.numerics), (variant, spec))
     if not cost.timed:
         return units
     names = ("time_up_to", "batch", "prefill", "repeats")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.numerics import Numerics, get_numerics
 from deepseek_attn.lab.experiments.define.schedule import expand_schedule
 
 MAX_SLUG = 100  # characters
@@ -26,6 +26,7 @@ class ModelVariant:
             published rule: ratio 4 has both, all others have neither.
         index_topk: entries that an indexer selects; sliding_window: tokens.
         kv_record: how caches store an entry, ``plain`` or ``fp8_ds_mla``; affects bytes and times.
+        numerics: a preset such as ``serving``, for costs, times and the loaded checkpoint; training is not quantised.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ModelVariant:
     index_topk: int | None = None
     sliding_window: int | None = None
     kv_record: str | None = None
+    numerics: str | None = None
 
     @property
     def slug(self) -> str:
@@ -60,8 +62,9 @@ class ModelVariant:
         sizes = {"index_topk": self.index_topk, "sliding_window": self.sliding_window}
         return base.replace(**changes, **{key: value for key, value in sizes.items() if value is not None})
 
-    def numerics(self, preset: Numerics) -> Numerics:
-        """``preset`` with this variant's cache record."""
+    def numerics_from(self, preset: Numerics) -> Numerics:
+        """``preset``, or this variant's, with the variant's cache record."""
+        preset = preset if self.numerics is None else get_numerics(self.numerics)
         return preset if self.kv_record is None else replace(preset, kv_record=self.kv_record)
 
 

@@ -74,11 +74,23 @@ class LayerRecall:
                 self.chance.append(quality.chance.cpu())
 
 
-def measure_recall(runner: ModelRunner, prompts: list[list[int]]) -> list[RecallRow]:
-    """Recall of every layer over ``prompts``, each computed in one step.
+class RecallObserver(dict[str, LayerRecall]):
+    """Recall of the backbone layers of a runner, by their prefix; called by each layer that computes a new sequence."""
 
-    Returns:
-        One row per layer, with the means of `LayerRecall` over all queries.
+    def __init__(self, runner: ModelRunner):
+        layers = attention_layers(runner.model)
+        super().__init__({layer.prefix: LayerRecall(layer) for layer in layers if not layer.spec.is_mtp})
+
+    def __call__(self, call: AttentionCall) -> None:
+        self[call.layer].add(call)
+
+    def rows(self) -> list[RecallRow]:
+        """One row per layer, with the means of `LayerRecall` over all queries so far."""
+        return [recall.row() for recall in self.values()]
+
+
+def measure_recall(runner: ModelRunner, prompts: list[list[int]]) -> list[RecallRow]:
+    """`RecallObserver.rows` over ``prompts``, each computed in one step.
 
     Raises:
         ValueError: a prompt longer than a step of the runner.
@@ -87,16 +99,15 @@ def measure_recall(runner: ModelRunner, prompts: list[list[int]]) -> list[Recall
     longest = max(map(len, prompts), default=0)
     if longest > limit:
         raise ValueError(f"prompts of up to {longest} tokens: a step of this runner takes {limit}")
-    layers = [layer for layer in attention_layers(runner.model) if not layer.spec.is_mtp]
-    totals = {layer.prefix: LayerRecall(layer) for layer in layers}
-    options = StepOptions(observer=lambda call: totals[call.layer].add(call))
+    observer = RecallObserver(runner)
+    options = StepOptions(observer=observer)
     for prompt in prompts:
         sequence = runner.sequence(prompt)
         try:
             runner.step([(sequence, len(prompt))], options)
         finally:
             sequence.free()
-    return [totals[layer.prefix].row() for layer in layers]
+    return observer.rows()
 
 
 def _covered(reads: torch.Tensor, ratio: int, overlap: bool, tokens: int) -> torch.Tensor:

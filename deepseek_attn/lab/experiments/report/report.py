@@ -130,10 +130,9 @@ def _variant(
 
 def _cost(counted: CostResult, variant: ModelVariant, settings: CostSettings, results: dict[str, Any]) -> CostSection:
     """Counted costs, and times of a layer of each kind summed over the schedule."""
-    config = variant.config(settings.model)
-    record = variant.numerics(settings.numerics).kv_record
+    config, preset = variant.config(settings.model), settings.numerics
     timed: list[TimesResult | None] = [
-        results.get(f"layers/{layer_key(spec, config, record).lower()}") for spec in config.layers
+        results.get(f"layers/{layer_key(spec, config, variant, preset).lower()}") for spec in config.layers
     ]
     contexts = []
     for index, at in enumerate(counted["contexts"]):

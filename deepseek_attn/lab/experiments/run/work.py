@@ -61,13 +61,13 @@ class UnitWork:
         device, records = torch.device(self.device), self.folder / "records"
         match unit.job:
             case CostJob(variant, settings):
-                config, numerics = variant.config(settings.model), variant.numerics(settings.numerics)
+                config, numerics = variant.config(settings.model), variant.numerics_from(settings.numerics)
                 return count_costs(config, numerics, pick_dtype(None, device), settings.contexts)
             case LayerTimeJob(variant, settings, layer):
-                config, numerics = variant.config(settings.model), variant.numerics(settings.numerics)
+                config, numerics = variant.config(settings.model), variant.numerics_from(settings.numerics)
                 return time_layer_kind(config, numerics, layer, settings, device, report)
             case ModelTimeJob(variant, settings, base):
-                numerics = variant.numerics(get_numerics("exact"))
+                numerics = variant.numerics_from(get_numerics("exact"))
                 return time_model(variant.config(base), numerics, settings, device, report)
             case ReferenceJob(settings):
                 return measure_own(settings, device, records / "checkpoint")
