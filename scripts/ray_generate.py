@@ -20,6 +20,7 @@ from typing import Any
 from deepseek_attn.cli.batch import PromptBatch, encoder, open_batch
 from deepseek_attn.cli.generate import add_options, check_flags, default_checkpoint, sampling_params
 from deepseek_attn.cli.options import Parser, check_bounds, runner_options
+from deepseek_attn.cli.records import check_records, record_arguments
 from deepseek_attn.engine.llm import LLM, IndexedCompletion, IndexedPrompt
 from deepseek_attn.engine.sampling import SamplingParams
 
@@ -45,7 +46,8 @@ class Worker:
         self.count = count
 
     def completions(self, params: SamplingParams) -> Iterator[IndexedCompletion]:
-        yield from self.llm.generate_iter(self._queued(), params, encode=encoder(self.llm, self.args))
+        record = record_arguments(self.llm.runner, self.args.records)
+        yield from self.llm.generate_iter(self._queued(), params, encode=encoder(self.llm, self.args), **record)
 
     def _queued(self) -> Iterator[IndexedPrompt | None]:
         taken = 0
@@ -83,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise ValueError(f"{error}: pip install 'deepseek-attn[ray]'") from error
     params = sampling_params(args)
+    check_records(args, single=False)
     with open_batch(args, params) as batch:
         if batch.is_complete:
             return batch.finish()

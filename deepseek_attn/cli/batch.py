@@ -20,6 +20,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from deepseek_attn.cli.prompts import Chat, PromptLine, PromptLines, chat_options, conversation_of
+from deepseek_attn.cli.records import record_arguments, record_file, replay_file
 from deepseek_attn.cli.terminal import say, show, write_above_bars
 from deepseek_attn.engine.llm import LLM, IndexedPrompt, Prompt
 from deepseek_attn.engine.request import Completion
@@ -62,6 +63,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
     ):
         self._args, self._out = args, out
         self.lines = self.errors = 0
+        self._failed: set[int] = set()  # prompts whose line has an error
         self._done = self._read_done()
         self._left = None
         if prompts.regular:
@@ -99,6 +101,8 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
                 raise ValueError(f"{where}: prompt {index} has another line already: remove one of them")
             done[index] = request
             self.lines, self.errors = self.lines + 1, self.errors + ("error" in fields)
+            if "error" in fields:
+                self._failed.add(index)
         return done
 
     def _pending(
@@ -118,11 +122,17 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
                 if isinstance(line.prompt, Chat):
                     chat = conversation_of(self._args, line.prompt)
                     params = with_response_format(params, chat.messages, chat.options)
-                yield IndexedPrompt(index, line.prompt, params), {"index": index, **name, "request": request}
+                replay = replay_file(self._args.replay, index)
+                yield IndexedPrompt(index, line.prompt, params, replay), {"index": index, **name, "request": request}
             elif known != request:
                 raise ValueError(
                     f"--resume: the line of prompt {index} in {self._args.out} is of another prompt, or was made with "
-                    "other flags for chat or sampling: give the same ones, or name another --out"
+                    "other flags for chat, sampling or --replay: give the same ones, or name another --out"
+                )
+            elif self._args.records and not (index in self._failed or record_file(self._args.records, index).is_file()):
+                raise ValueError(
+                    f"--resume: {self._args.out} has a line of prompt {index}, and {self._args.records} has no records "
+                    "of it: name the folder of that run, or another --out"
                 )
             index += 1
         if done:
@@ -137,7 +147,8 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
         chat = [self._args.system, chat_options(self._args)] if self._args.chat else None
         # a field that nobody set does not count, so that lines stay valid when there are more fields
         given = {name: value for name, value in asdict(line.params).items() if value != DEFAULTS[name]}
-        asked = json.dumps([line.prompt, chat, given, line.id])
+        replay = [] if self._args.replay is None else [{"replay": self._args.replay}]
+        asked = json.dumps([line.prompt, chat, given, line.id, *replay])
         return blake2b(asked.encode(), digest_size=8).hexdigest()
 
     def write(self, index: int, completion: Completion) -> None:
@@ -188,7 +199,8 @@ def complete_all(
     """
     prompts = batch if batch is not None and ranks.world == 1 else shared(batch, ranks)
     try:
-        for index, completion in llm.generate_iter(prompts, params, encode=encoder(llm, args), progress=True):
+        record = record_arguments(llm.runner, args.records)
+        for index, completion in llm.generate_iter(prompts, params, encode=encoder(llm, args), progress=True, **record):
             if batch is not None:
                 batch.write(index, completion)
     except KeyboardInterrupt:

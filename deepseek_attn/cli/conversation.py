@@ -13,7 +13,10 @@ from deepseek_attn.cli.terminal import say, show
 from deepseek_attn.text.reply import END_THINK
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from deepseek_attn.engine.llm import LLM, Prompt, TextStream
+    from deepseek_attn.engine.records import RecordArguments
     from deepseek_attn.engine.request import Completion
     from deepseek_attn.engine.sampling import SamplingParams
 
@@ -55,17 +58,20 @@ def show_logprobs(completion: Completion, llm: LLM) -> None:
             show(f"{text(token.token_id)} {token.logprob:.4f}  rank {token.rank}  {top}".rstrip())
 
 
-def show_completions(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
-    """Prints the ``n`` completions of a prompt, each after its number on standard error."""
+def show_completions(
+    llm: LLM, prompt: Prompt, params: SamplingParams, replay: Path | None, record: RecordArguments
+) -> Completion:
+    """Prints the ``n`` completions of a prompt, each after its number on standard error; returns the first."""
     from deepseek_attn.engine.request import RequestFailed
 
-    [first] = llm.generate([prompt], params, progress=True)
+    [first] = llm.generate([prompt], params, progress=True, replay=replay, **record)
     for number, completion in enumerate(first.outputs, 1):
         if completion.error is not None:
             raise RequestFailed(completion.error)
         say(f"{number} of {params.n} ({completion.finish_reason}):")
         show(completion.text)
         show_logprobs(completion, llm)
+    return first
 
 
 def show_parts(stream: TextStream) -> None:

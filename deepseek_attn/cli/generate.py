@@ -14,6 +14,7 @@ from deepseek_attn.cli.observe import add_observe_options, observed
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, read_text, runner_options
 from deepseek_attn.cli.prompts import Chat, conversation_of, read_messages, read_tools
 from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
+from deepseek_attn.cli.records import add_record_options, check_records, record_arguments, replay_file, say_recorded
 from deepseek_attn.cli.terminal import say
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
 from deepseek_attn.data import SMALL_CHECKPOINT
@@ -173,6 +174,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="speculative decoding: N draft tokens per step by the MTP layer or the DSpark drafter, same output",
     )
+    add_record_options(parser)
     add_runner_options(parser)
 
 
@@ -191,6 +193,8 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
     params = sampling_params(args)
     conversation, prompt, batch, options = is_conversation(args), None, None, runner_options(args)
     with ExitStack() as stack:
+        if ranks.rank == 0:
+            check_records(args, single=args.prompts is None and args.n == 1)
         if conversation:
             options["max_snapshots"] = args.max_snapshots or CONVERSATION_SNAPSHOTS
         elif ranks.rank == 0 and args.prompts:
@@ -216,11 +220,14 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
             messages, options = conversation_of(args, prompt)
             prompt, explanation = llm.chat_prompt(messages, **options)
             say(f"chat: {explanation}")
+        replay, record = replay_file(args.replay), record_arguments(llm.runner, args.records)
         try:
             if params.n > 1:
-                show_completions(llm, prompt, params)
+                completion = show_completions(llm, prompt, params, replay, record)
             else:
-                show_answer(llm.stream(prompt, params, progress=True), llm, args.chat)
+                stream = llm.stream(prompt, params, progress=True, replay=replay, **record)
+                completion = show_answer(stream, llm, args.chat)
+            say_recorded(completion, args.records)
         except RequestFailed as error:
             say(f"\ndeepseek-attn generate: the request failed: {error}")
             return 1
@@ -304,6 +311,8 @@ def check_flags(args: argparse.Namespace) -> None:
         problems.append("--out is for the lines of --prompts")
     if args.resume and args.out is None:
         problems.append("--resume goes on from the lines of --out: name that file")
+    if (args.records or args.replay) and is_conversation(args):
+        problems.append("--records and --replay are of prompts, not of a conversation: use --prompt or --messages")
     if args.n > 1 and is_conversation(args):
         problems.append("--n: an answer in a conversation is one: use --prompt or --messages")
     if args.tensor_parallel > 1 and is_conversation(args):

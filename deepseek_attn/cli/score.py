@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.load_report import add_report_option, show_report
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, layer_numbers, runner_options
+from deepseek_attn.cli.records import replay_file
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.garbage import without_collections
 from deepseek_attn.utils.json_files import read_json
@@ -29,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write the experts and selected entries of list i to i.safetensors in this folder",
     )
     parser.add_argument(
-        "--replay", metavar="DIR", help="compute with the experts and entries of --records in this folder"
+        "--replay",
+        metavar="DIR|FILE",
+        help="compute with the experts and entries of --records in this folder, or of a single list in this file",
     )
     parser.add_argument(
         "--chunk-size", type=int, metavar="N", help="new tokens per sequence and step (1: token by token)"
@@ -72,10 +75,12 @@ def run(args: argparse.Namespace) -> None:
     out = Path(args.out)
     check_output(out, "--out")
     prompts = read_token_lists(Path(args.token_ids))
+    if args.replay is not None and not Path(args.replay).is_dir() and len(prompts) > 1:
+        raise ValueError(f"--replay {args.replay}: {len(prompts)} lists need a folder, with i.safetensors for list i")
+    replay = None if args.replay is None else [replay_file(args.replay, i) for i in range(len(prompts))]
     runner = ModelRunner.from_pretrained(args.model, layers=args.layers, **runner_options(args))
     show_report(runner, args)
     total = f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}"
-    replay = None if args.replay is None else [f"{args.replay}/{i}.safetensors" for i in range(len(prompts))]
     if args.logprobs is not None:
         scored = runner.score_logprobs(prompts, args.logprobs, args.chunk_size, replay=replay, progress=True)
         write_tensors(out, logprobs_tensors(scored))

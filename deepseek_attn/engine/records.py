@@ -11,6 +11,7 @@ from deepseek_attn.engine.request import Request
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.replay import Replayed
 from deepseek_attn.runner.token_records import RecordOptions, record_path
+from deepseek_attn.utils.files import check_output
 
 
 class RecordArguments(TypedDict, total=False):
@@ -22,12 +23,14 @@ class RecordArguments(TypedDict, total=False):
         return_hidden_states: numbers of the layers after which hidden states are recorded.
         record_dir: write the records of prompt ``i`` to ``i.safetensors`` in this folder, so that memory does not limit
             them, and of its other completions to ``i-1.safetensors`` and so on.
+        record_file: instead, write the records of the only completion of the only prompt to this file.
     """
 
     return_routes: bool
     return_selections: bool
     return_hidden_states: Iterable[int]
     record_dir: str | Path | None
+    record_file: str | Path | None
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,13 @@ class Recording:
 
     Attributes:
         options: the records to make; None: no records.
-        directory: the folder of the files; None: records stay in memory.
+        directory, file: the folder of the files, or the only file; None: records stay in memory.
     """
 
     runner: ModelRunner
     options: RecordOptions | None = None
     directory: Path | None = None
+    file: Path | None = None
 
     @classmethod
     def create(cls, runner: ModelRunner, **arguments: Unpack[RecordArguments]) -> Self:
@@ -49,36 +53,44 @@ class Recording:
 
         Raises:
             ValueError: unknown arguments, nothing to record, options that `ModelRunner.record_options` refuses, or a
-                folder that cannot be written to.
+                folder or file that cannot be written to.
         """
         unknown = sorted(arguments.keys() - RecordArguments.__annotations__.keys())
         if unknown:
             raise ValueError(
                 f"no such arguments: {', '.join(unknown)}; records take {', '.join(RecordArguments.__annotations__)}"
             )
-        directory = arguments.get("record_dir")
+        directory, file = arguments.get("record_dir"), arguments.get("record_file")
         wanted = [arguments.get(name) for name in ("return_routes", "return_selections", "return_hidden_states")]
         routes, selections, states = wanted
         if not routes and not selections and states in (None, (), []):
-            if directory is not None:
-                raise ValueError("record_dir without anything to record: pass return_routes=True, for instance")
+            if directory is not None or file is not None:
+                raise ValueError(
+                    "record_dir or record_file without anything to record: pass return_routes=True, for instance"
+                )
             return cls(runner)
+        if directory is not None and file is not None:
+            raise ValueError("record_dir beside record_file: pass one of them")
         options = runner.record_options(routes or False, selections or False, states or ())
         if directory is not None:
             record_path(directory, "0")
-        return cls(runner, options, None if directory is None else Path(directory))
+        if file is not None:
+            check_output(file, "record_file")
+        return cls(runner, options, *(None if path is None else Path(path) for path in (directory, file)))
 
     def watch(self, request: Request, index: int, replay: Replayed | None) -> Request:
         """Sets up records and ``replay`` for a new request and for all completions of its prompt.
 
         Raises:
-            ValueError: records that cannot be replayed for its prompt.
+            ValueError: records that cannot be replayed for its prompt, or one file for several completions.
         """
+        if self.file is not None and (index or request.others):
+            raise ValueError("record_file is for one completion of one prompt: pass record_dir, a folder")
         played = None if replay is None else self.runner.make_replay(replay, request.prompt_token_ids)
         for number, each in enumerate(request.group):
             each.replay = played
             if self.options is not None:
                 name = f"{index}-{number}" if number else str(index)
-                path = None if self.directory is None else record_path(self.directory, name)
+                path = self.file if self.directory is None else record_path(self.directory, name)
                 each.store = self.runner.record_store(self.options, path)
         return request

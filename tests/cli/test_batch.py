@@ -118,8 +118,8 @@ ONE = '{"index": 0, "request": "0", "text": ""}\n'
     [
         (PROMPTS, None, [], "'out' is not empty: go on from its lines (--resume)"),
         (["Hello", *PROMPTS[1:]], None, ["--resume"], "the line of prompt 0 in out is of another prompt"),
-        (PROMPTS, None, ["--resume", "--top-k", "3"], "or was made with other flags for chat or sampling"),
-        (PROMPTS, None, ["--resume", "--chat"], "or was made with other flags for chat or sampling"),
+        (PROMPTS, None, ["--resume", "--top-k", "3"], "or was made with other flags for chat, sampling or --replay"),
+        (PROMPTS, None, ["--resume", "--chat"], "or was made with other flags for chat, sampling or --replay"),
         (PROMPTS[:3], None, ["--resume"], "out has a line of prompt 3, and there are 3 prompts"),
         (PROMPTS, ONE * 2, ["--resume"], "--out out: line 2: prompt 0 has another line already"),
         (PROMPTS, ONE + ONE[:20] + "\n", ["--resume"], "--out out: line 2: not valid JSON"),

@@ -1,0 +1,95 @@
+"""``--records`` and ``--replay`` of ``generate`` and ``score``: files of what layers chose, one for each prompt."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepseek_attn.cli.terminal import say
+
+if TYPE_CHECKING:
+    from deepseek_attn.engine.records import RecordArguments
+    from deepseek_attn.engine.request import Completion
+    from deepseek_attn.runner import ModelRunner
+
+SUFFIX = ".safetensors"
+
+
+def add_record_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--records",
+        metavar="DIR|FILE",
+        help="write the experts and the selected entries of each token: of prompt i to i.safetensors in this folder, "
+        "or of a single prompt to this .safetensors file",
+    )
+    parser.add_argument(
+        "--replay",
+        metavar="DIR|FILE",
+        help="compute with the experts and entries of --records in this folder, or of a single prompt in this file",
+    )
+
+
+def check_records(args: argparse.Namespace, single: bool) -> None:
+    """Checks the flags before a model is loaded.
+
+    Args:
+        single: there is one prompt, with one completion.
+
+    Raises:
+        ValueError: no folder can be made at ``--records``, or no file written; nothing at ``--replay``; a file where
+            there are several prompts.
+    """
+    from deepseek_attn.runner.token_records import record_path
+    from deepseek_attn.utils.files import check_output
+
+    if args.records is not None and is_file(args.records):
+        if not single:
+            raise ValueError(f"--records {args.records}: a file is for one completion of one prompt: name a folder")
+        check_output(args.records, "--records")
+    elif args.records is not None:
+        record_path(args.records, "0")
+    if args.replay is None:
+        return
+    if not Path(args.replay).exists():
+        raise ValueError(f"--replay {args.replay}: no such file or folder: write it with --records")
+    if args.prompts is not None and not Path(args.replay).is_dir():
+        raise ValueError(f"--replay {args.replay}: --prompts needs a folder, with i{SUFFIX} for prompt i")
+
+
+def is_file(records: str) -> bool:
+    """Whether ``--records`` names a file and not a folder."""
+    return Path(records).suffix == SUFFIX and not Path(records).is_dir()
+
+
+def record_arguments(runner: ModelRunner, records: str | None) -> RecordArguments:
+    """What ``--records`` records: all that the model's layers choose."""
+    if records is None:
+        return {}
+    found: RecordArguments = {
+        "return_routes": True,
+        "return_selections": any(spec.has_indexer for spec in runner.config.layers),
+    }
+    if is_file(records):
+        found["record_file"] = records
+    else:
+        found["record_dir"] = records
+    return found
+
+
+def record_file(records: str, index: int) -> Path:
+    """The file of the first completion of the prompt of this index in the folder of ``--records``."""
+    return Path(records) / f"{index}{SUFFIX}"
+
+
+def replay_file(replay: str | None, index: int = 0) -> Path | None:
+    """The file to replay for the prompt of this index; None without ``--replay``."""
+    if replay is None:
+        return None
+    return record_file(replay, index) if Path(replay).is_dir() else Path(replay)
+
+
+def say_recorded(completion: Completion, records: str | None) -> None:
+    """Says how many tokens ``--records`` holds of a prompt."""
+    if completion.records is not None:
+        say(f"records of {len(completion.records)} tokens -> {records}")
