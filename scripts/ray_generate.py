@@ -46,7 +46,7 @@ class Worker:
         self.count = count
 
     def completions(self, params: SamplingParams) -> Iterator[IndexedCompletion]:
-        record = record_arguments(self.llm.runner, self.args.records)
+        record = record_arguments(self.llm, self.args.records)
         yield from self.llm.generate_iter(self._queued(), params, encode=encoder(self.llm, self.args), **record)
 
     def _queued(self) -> Iterator[IndexedPrompt | None]:

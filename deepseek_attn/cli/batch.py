@@ -199,7 +199,7 @@ def complete_all(
     """
     prompts = batch if batch is not None and ranks.world == 1 else shared(batch, ranks)
     try:
-        record = record_arguments(llm.runner, args.records)
+        record = record_arguments(llm, args.records)
         for index, completion in llm.generate_iter(prompts, params, encode=encoder(llm, args), progress=True, **record):
             if batch is not None:
                 batch.write(index, completion)

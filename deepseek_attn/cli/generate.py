@@ -220,7 +220,7 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
             messages, options = conversation_of(args, prompt)
             prompt, explanation = llm.chat_prompt(messages, **options)
             say(f"chat: {explanation}")
-        replay, record = replay_file(args.replay), record_arguments(llm.runner, args.records)
+        replay, record = replay_file(args.replay), record_arguments(llm, args.records)
         try:
             if params.n > 1:
                 completion = show_completions(llm, prompt, params, replay, record)

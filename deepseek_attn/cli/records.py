@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from deepseek_attn.cli.terminal import say
 
 if TYPE_CHECKING:
+    from deepseek_attn.engine.llm import LLM
     from deepseek_attn.engine.records import RecordArguments
     from deepseek_attn.engine.request import Completion
-    from deepseek_attn.runner import ModelRunner
 
 SUFFIX = ".safetensors"
 
@@ -62,13 +62,13 @@ def is_file(records: str) -> bool:
     return Path(records).suffix == SUFFIX and not Path(records).is_dir()
 
 
-def record_arguments(runner: ModelRunner, records: str | None) -> RecordArguments:
+def record_arguments(llm: LLM, records: str | None) -> RecordArguments:
     """What ``--records`` records: all that the model's layers choose."""
     if records is None:
         return {}
     found: RecordArguments = {
         "return_routes": True,
-        "return_selections": any(spec.has_indexer for spec in runner.config.layers),
+        "return_selections": any(spec.has_indexer for spec in llm.runner.config.layers),
     }
     if is_file(records):
         found["record_file"] = records
