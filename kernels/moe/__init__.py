@@ -7,14 +7,28 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.linear import FP8_GROUPS, UNQUANTIZED, InputFormat
-from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
+from deepseek_attn.kernels.moe.types import (
+    UNGROUPED,
+    ExpertCache,
+    ExpertGroups,
+    ExpertRange,
+    ExpertStack,
+    HashRouting,
+    copied_parts,
+    expert_parts,
+)
 
 __all__ = [
     "UNGROUPED",
+    "ExpertCache",
     "ExpertGroups",
     "ExpertRange",
     "ExpertStack",
     "HashRouting",
+    "copied_parts",
+    "count_expert_uses",
+    "expert_parts",
+    "fetch_experts",
     "moe_experts",
     "moe_route",
     "swiglu",
@@ -74,6 +88,7 @@ def moe_experts(
     add: Tensor | None = None,
     num_routed: int | None = None,
     add_ready: torch.cuda.Event | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Weighted sum of ``w2(swiglu(w1 x, w3 x))`` over the experts of each token.
 
@@ -90,6 +105,8 @@ def moe_experts(
         add: ``[T, D]``, added to the sum before it is rounded.
         num_routed: experts that the router chooses from, including other ranks' experts; default: E. For speed only.
         add_ready: event of another stream that completes ``add``: only the sum waits for it. CUDA only.
+        slots: int32 ``[E]``, the row of the stacks that holds each expert, which then need not have E rows. Only rows
+            of chosen experts are read. None: expert e is in row e. The result is the same to the bit.
 
     Returns:
         Float32 ``[T, D]``; with ``add``, in the dtype of x. A token's experts add up in the order of their ids, so the
@@ -109,7 +126,49 @@ def moe_experts(
         from deepseek_attn.kernels.moe.launch import moe_experts as op
     else:
         from deepseek_attn.kernels.moe.reference import moe_experts as op
-    return op(x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, num_routed, add_ready)
+    return op(x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, num_routed, add_ready, slots)
+
+
+def fetch_experts(cache: ExpertCache, experts: Tensor | None = None) -> Tensor:
+    """Copies experts of a layer that the device lacks from host memory; returns the row of each.
+
+    Which experts are copied follows from data on the device: the host does not wait, and CUDA graphs may hold the call.
+
+    Args:
+        cache: of the layer. ``row``, ``owner`` and ``uses`` are updated; ``found``, ``moves`` and ``num_moves`` are
+            written.
+        experts: contiguous ids ``[T, k]`` of the layer's next `moe_experts`, -1 for experts of other ranks; only these
+            are copied. They replace the cached experts that are used least, of those that these tokens do not need:
+            rows without an expert first, then the smallest ``uses``, of equal ones the lower id. If more are needed
+            than the layer has rows, the rest goes to the rows from ``staged`` on, in order of their ids.
+            None: all experts that are not cached are copied to the rows from ``staged`` on, in order of their ids;
+            ``row``, ``owner`` and ``uses`` stay as they are.
+
+    Returns:
+        ``cache.found``, for ``slots`` of `moe_experts`: int32 ``[E]``, the rows of the needed experts; of others,
+        without a meaning.
+
+    Notes:
+        Each call takes a 256th off every count of use and adds 4096 for each token that chose the expert, 255 of them
+        at most. The same calls leave the same rows, on every device.
+
+    Raises:
+        ValueError: experts that are not integers, or tensors of the cache that do not fit.
+    """
+    if runs_triton(cache.row):
+        from deepseek_attn.kernels.moe.launch import fetch_experts as op
+    else:
+        from deepseek_attn.kernels.moe.reference import fetch_experts as op
+    return op(cache, experts)
+
+
+def count_expert_uses(cache: ExpertCache, experts: Tensor) -> None:
+    """Updates ``cache.uses`` as `fetch_experts` with these experts does, and nothing else."""
+    if runs_triton(cache.row):
+        from deepseek_attn.kernels.moe.launch import count_expert_uses as op
+    else:
+        from deepseek_attn.kernels.moe.reference import count_expert_uses as op
+    op(cache, experts)
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import INTS, check
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.plans import cdiv
-from deepseek_attn.kernels.moe.types import ExpertGroups, ExpertStack, HashRouting
+from deepseek_attn.kernels.moe.types import ExpertCache, ExpertGroups, ExpertStack, HashRouting
 
 _SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
 
@@ -46,8 +46,10 @@ def check_experts(
     stacks: tuple[ExpertStack, ExpertStack, ExpertStack],
     group: int,
     add: Tensor | None,
+    slots: Tensor | None = None,
 ) -> None:
     """Raises ValueError: arguments of `moe_experts` that do not fit; ``group``: of FP8 weights."""
+    check("slots", slots, ("E",), torch.int32, contiguous=True)
     check("x", x, ("T", "D"), FLOATS)
     check("experts", experts, (len(x), "k"), INTS)
     check("weights", weights, experts.shape, torch.float32)
@@ -63,6 +65,24 @@ def check_experts(
             f"w1 and w3 must be [{E}, {inner}, {x.shape[1]}] and w2 [{E}, {x.shape[1]}, {inner}] in one format, got "
             f"{formats} with {widths} input channels"
         )
+
+
+MAX_CACHED = 8192
+"""Experts of a layer that `fetch_experts` chooses from: one program holds them all."""
+
+
+def check_cache(cache: ExpertCache, experts: Tensor | None) -> None:
+    """Raises ValueError: arguments of `fetch_experts` that do not fit."""
+    check("the experts of a cache", cache.row, ("E",), torch.int32, contiguous=True)
+    E, S = len(cache.row), len(cache.owner)
+    if E > MAX_CACHED or not 1 <= S <= E:
+        raise ValueError(f"a cache of {S} of {E} experts: supported are 1 to E of up to {MAX_CACHED}")
+    check("the rows of a cache", cache.owner, (S,), torch.int32, contiguous=True)
+    check("counts of use", cache.uses, (E,), torch.int32, contiguous=True)
+    check("rows to read", cache.found, (E,), torch.int32, contiguous=True)
+    check("experts to copy", cache.moves, (2, E), torch.int32, contiguous=True)
+    check("the number of experts to copy", cache.num_moves, (1,), torch.int32)
+    check("experts", experts, ("T", "k"), INTS, contiguous=True)
 
 
 def _check_stack(stack: ExpertStack, E: int, rows: int, x: Tensor, group: int) -> None:

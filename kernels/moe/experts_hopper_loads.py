@@ -22,7 +22,7 @@ class ExpertRowTiles(NamedTuple):
     """Tiles of routed rows.
 
     Attributes:
-        entries: expert, first row and rows of each, int32 ``[3, capacity]``.
+        entries: row of the stacks, first row and rows of each, int32 ``[3, capacity]``.
         count: int32 ``[1]``, their number.
     """
 
@@ -32,7 +32,7 @@ class ExpertRowTiles(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """A tile of routed rows, int32: its expert, its first row, its number of rows."""
+    """A tile of routed rows, int32: the row of the stacks with its expert, its first row, its number of rows."""
 
     expert: Any
     start: Any
@@ -66,7 +66,11 @@ def tile_of(tiles, job, TILING: gl.constexpr):
 
 @gluon.jit
 def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING: gl.constexpr):
-    """Loads the weight blocks of all jobs of this program in order. The launch before need not be done."""
+    """Loads the weight blocks of all jobs of this program in order. The launch before need not be done.
+
+    Weights are complete by then, those that `copy_experts_kernel` wrote too: the launch that grouped the pairs waited
+    for them, and has ended or is waited for here.
+    """
     STAGES: gl.constexpr = TILING.STAGES
     BLOCKS: gl.constexpr = TILING.CHANNELS // 128
     STEP: gl.constexpr = TILING.CHANNELS // 2 if TILING.FP4 else 128
@@ -74,7 +78,7 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
     HEIGHT: gl.constexpr = TILING.WARPGROUPS * 64
     ROWS: gl.constexpr = HEIGHT // BOXES // (2 if TILING.GATED else 1)
     if TILING.WAIT:
-        gdc_wait()  # until the previous launch has written the tiles; weights are never written
+        gdc_wait()  # until the previous launch has written the tiles
     jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
     n = jobs * 0
     slot = n + 1

@@ -78,13 +78,16 @@ class PairRouting(NamedTuple):
     Attributes:
         experts: ``[T, k]``, -1 for experts of other ranks; weights: float32 ``[T, k]``.
         sorted: int32 ``[tiles * TILE]``, the pairs of each tile, -1 where it is not full.
-        tile_expert: int32 ``[tiles]``, the expert of each tile, -1 for unused tiles. Both None with ``SLOTS``.
+        tile_row: int32 ``[tiles]``, the row of the stacks with the expert of each tile, -1 for unused tiles. Both None
+            with ``SLOTS``.
+        slots: int32 ``[E]``, the row of the stacks with each expert; None: expert e is in row e.
     """
 
     experts: Any
     weights: Any
     sorted: Any
-    tile_expert: Any
+    tile_row: Any
+    slots: Any
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,8 @@ def place_pairs_kernel(
     experts_ptr,
     counts_ptr,
     sorted_ptr,
-    tile_expert_ptr,
+    tile_row_ptr,
+    slots_ptr,
     pairs,
     tiles,
     E: tl.constexpr,
@@ -214,7 +218,7 @@ def place_pairs_kernel(
 ):
     """Assigns whole tiles of ``TILE`` slots to each expert, filled with its pairs in order, then -1.
 
-    ``tile_expert [tiles]``: the expert of each tile, -1 for unused ones.
+    ``tile_row [tiles]``: the row of the stacks with the expert of each tile, -1 for unused ones; see `PairRouting`.
     """
     expert = tl.program_id(0)
     if PDL:
@@ -225,14 +229,15 @@ def place_pairs_kernel(
     needed = (tl.load(counts_ptr + other, mask=other < E, other=0) + TILE - 1) // TILE
     first = tl.sum(tl.where(other < expert, needed, 0), 0)
     expert_tiles = tl.sum(tl.where(other == expert, needed, 0), 0)
+    stack_row = expert if slots_ptr is None else tl.load(slots_ptr + expert)
     for start in tl.range(0, expert_tiles, 32):
         tile = start + tl.arange(0, 32)
-        tl.store(tile_expert_ptr + first + tile, expert, mask=tile < expert_tiles)
+        tl.store(tile_row_ptr + first + tile, stack_row, mask=tile < expert_tiles)
     if expert == E - 1:
         # the program of the last expert marks all tiles behind its own as unused
         for start in tl.range(first + expert_tiles, tiles, BLOCK):
             tile = start + tl.arange(0, BLOCK)
-            tl.store(tile_expert_ptr + tile, -1, mask=tile < tiles)
+            tl.store(tile_row_ptr + tile, -1, mask=tile < tiles)
     next_slot = first * TILE
     if expert_tiles > 0:
         for start in tl.range(0, pairs, BLOCK):
@@ -248,14 +253,15 @@ def place_pairs_kernel(
 
 @triton.jit
 def _tile_of(routing, tile, pairs, TILE: tl.constexpr, SLOTS: tl.constexpr):
-    """(expert or -1, pairs ``[TILE]`` or -1) of a tile.
+    """(row of the stacks with its expert or -1, pairs ``[TILE]`` or -1) of a tile.
 
     With ``SLOTS``, there is a tile for each pair: if the earlier pairs of the pair's expert fill whole tiles, it holds
     the next ``TILE`` pairs of that expert, else nothing. That needs no launch before, and suits few pairs.
     """
     if SLOTS == 0:
-        expert = tl.load(routing.tile_expert + tile).to(tl.int32)
-        row = tl.load(routing.sorted + tile.to(tl.int64) * TILE + tl.arange(0, TILE), mask=expert >= 0, other=-1)
+        stack_row = tl.load(routing.tile_row + tile).to(tl.int32)
+        pairs_of_tile = routing.sorted + tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+        pair_of_row = tl.load(pairs_of_tile, mask=stack_row >= 0, other=-1)
     else:
         # every program compares all pairs with all: cheaper than a launch for up to 64 of them
         pair = tl.arange(0, SLOTS)
@@ -266,10 +272,13 @@ def _tile_of(routing, tile, pairs, TILE: tl.constexpr, SLOTS: tl.constexpr):
         rank = tl.sum((same[None, :] & (pair[None, :] < pair[:, None])).to(tl.int32), 1)
         wanted = earlier + tl.arange(0, TILE)
         in_tile = same[:, None] & (rank[:, None] == wanted[None, :])
-        row = tl.max(tl.where(in_tile, pair[:, None], -1), 0)
+        pair_of_row = tl.max(tl.where(in_tile, pair[:, None], -1), 0)
         # the tile of another pair holds this one, unless it begins a tile of its expert
         expert = tl.where(earlier % TILE == 0, expert, -1)
-    return expert, row
+        stack_row = expert
+        if routing.slots is not None:
+            stack_row = tl.load(routing.slots + expert, mask=expert >= 0, other=-1)
+    return stack_row, pair_of_row
 
 
 @triton.jit
@@ -316,12 +325,12 @@ def grouped_product_kernel(x, a, b, out_ptr, routing, pairs, limit, PRODUCT: tl.
     if PRODUCT.PDL:
         gdc_wait()  # until the previous kernel has written the inputs and tiles
         gdc_launch_dependents()
-    expert, pair = _tile_of(routing, tl.program_id(1), pairs, TILE, PRODUCT.SLOTS)
-    if expert < 0:
+    stack_row, pair = _tile_of(routing, tl.program_id(1), pairs, TILE, PRODUCT.SLOTS)
+    if stack_row < 0:
         return
     lane = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(lane // 2 if GATED else lane, N - 1)
-    weight_row = expert.to(tl.int64) * N + row
+    weight_row = stack_row.to(tl.int64) * N + row
     a_row = a.weight
     scale_base = a.scale
     if GATED:
@@ -362,7 +371,7 @@ def grouped_product_kernel(x, a, b, out_ptr, routing, pairs, limit, PRODUCT: tl.
         ROWS: tl.constexpr = (N + FP8_GROUP - 1) // FP8_GROUP
         GROUPS: tl.constexpr = (K + FP8_GROUP - 1) // FP8_GROUP
         if FORMAT == "fp8":
-            s_row = scale_base + (expert.to(tl.int64) * ROWS + row // FP8_GROUP) * GROUPS
+            s_row = scale_base + (stack_row.to(tl.int64) * ROWS + row // FP8_GROUP) * GROUPS
         # Triton loads the next STAGES - 1 rounds while this one is multiplied
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             column = start + tl.arange(0, BLOCK_K)

@@ -16,7 +16,8 @@ from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.plans import Choice, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat
-from deepseek_attn.kernels.moe.checks import check_experts, check_route
+from deepseek_attn.kernels.moe.cache_triton import CacheState, choose_rows_kernel, copy_experts_kernel
+from deepseek_attn.kernels.moe.checks import check_cache, check_experts, check_route
 from deepseek_attn.kernels.moe.experts_triton import (
     CombinedPairs,
     GroupedProduct,
@@ -36,18 +37,23 @@ from deepseek_attn.kernels.moe.plan import (
     ExpertFactors,
     ExpertsPlan,
     ExpertsProblem,
+    FetchPlan,
+    FetchProblem,
     GroupedProducts,
     HopperProducts,
     LaunchSize,
     RouteProblem,
     ValuesProblem,
     plan_experts,
+    plan_fetch,
     plan_route,
     plan_swiglu,
 )
 from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, moe_select_kernel
 from deepseek_attn.kernels.moe.types import (
+    COPY_BYTES,
     UNGROUPED,
+    ExpertCache,
     ExpertGroups,
     ExpertRange,
     ExpertsPass,
@@ -130,10 +136,11 @@ def moe_experts(
     add: Tensor | None = None,
     num_routed: int | None = None,
     add_ready: torch.cuda.Event | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.moe.moe_experts`."""
     stacks = w1, w3, w2
-    check_experts(x, experts, weights, stacks, input_format.group, add)
+    check_experts(x, experts, weights, stacks, input_format.group, add, slots)
     T, D = x.shape
     if add is not None and add.stride(1) != 1:
         add = add.contiguous()
@@ -144,9 +151,11 @@ def moe_experts(
         part = slice(start, start + PASS_TOKENS)
         arguments = ExpertsPass(
             x[part], experts[part], weights[part], *stacks, float(limit), weigh_output, input_format,
-            None if add is None else add[part], add_ready, out[part],
+            None if add is None else add[part], add_ready, slots, out[part],
         )  # fmt: skip
-        problem = ExpertsProblem.of(arguments.x, arguments.experts, stacks, input_format, num_routed)
+        problem = ExpertsProblem.of(
+            arguments.x, arguments.experts, stacks, input_format, num_routed, arguments.num_experts
+        )
         launch(plan_experts(problem, gpu(x.device)), arguments)
     return out
 
@@ -179,10 +188,10 @@ def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
 def launch_grouped(plan: ExpertsPlan, products: GroupedProducts, arguments: ExpertsPass) -> Tensor:
     """Outputs of all pairs ``[T * k, D]`` by `grouped_product_kernel`, without their weights if ``weigh_output``."""
     x, w1, input_format, factors = arguments.x, arguments.w1, arguments.input_format, products.factors
-    routing = PairRouting(arguments.experts, arguments.weights, None, None)
+    routing = PairRouting(arguments.experts, arguments.weights, None, None, arguments.slots)
     if plan.grouping.kernel == "place_pairs_kernel":
         size = plan.grouping.config
-        routing = group_pairs(routing, len(w1.weight), plan.product.config.pairs, size, plan.pdl)
+        routing = group_pairs(routing, arguments.num_experts, plan.product.config.pairs, size, plan.pdl)
     pairs = arguments.experts.numel()
     hidden = torch.empty(pairs, w1.weight.shape[1], dtype=x.dtype, device=x.device)
     outputs = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
@@ -199,16 +208,16 @@ def group_pairs(routing: PairRouting, count: int, tile: int, size: LaunchSize, p
     pairs, device = experts.numel(), experts.device
     full = min(pairs, count)
     tiles = full + (pairs - full) // tile
-    counts, sorted_pairs, tile_expert = (
+    counts, sorted_pairs, tile_row = (
         torch.empty(length, dtype=torch.int32, device=device) for length in (count, tiles * tile, tiles)
     )
     options = {"BLOCK": size.block} | launch_options(size.warps, pdl)
     count_pairs_kernel[(count,)](experts, counts, pairs, enable_fp_fusion=True, **options)
     place_pairs_kernel[(count,)](
-        experts, counts, sorted_pairs, tile_expert, pairs, tiles, E=count, E_PADDED=next_power_of_2(count), TILE=tile,
-        enable_fp_fusion=True, **options,
+        experts, counts, sorted_pairs, tile_row, routing.slots, pairs, tiles, E=count, E_PADDED=next_power_of_2(count),
+        TILE=tile, enable_fp_fusion=True, **options,
     )  # fmt: skip
-    return routing._replace(sorted=sorted_pairs, tile_expert=tile_expert)
+    return routing._replace(sorted=sorted_pairs, tile_row=tile_row)
 
 
 def _product_input(
@@ -249,8 +258,8 @@ def _product(
     a, b = (arguments.w1, arguments.w3) if gated else (arguments.w2, None)
     (pairs, N), tiles, group = out.shape, plan.product.config, arguments.input_format.group
     as_bytes = factors.weights == "fp8" and not plan.native_fp8
-    grouped = routing.tile_expert is not None
-    grouped_product_kernel[(cdiv(2 * N if gated else N, tiles.rows), len(routing.tile_expert) if grouped else pairs)](
+    grouped = routing.tile_row is not None
+    grouped_product_kernel[(cdiv(2 * N if gated else N, tiles.rows), len(routing.tile_row) if grouped else pairs)](
         x,
         _pointers(a, as_bytes),
         None if b is None else _pointers(b, as_bytes),
@@ -286,3 +295,56 @@ def _product(
 
 def _pointers(stack: ExpertStack, as_bytes: bool) -> StackPointers:
     return StackPointers(stack.weight.view(torch.uint8) if as_bytes else stack.weight, stack.scale)
+
+
+def fetch_experts(cache: ExpertCache, experts: Tensor | None = None) -> Tensor:
+    """See `kernels.moe.fetch_experts`."""
+    check_cache(cache, experts)
+    if experts is not None and not experts.numel():
+        return cache.found
+    plan = plan_fetch(FetchProblem(len(cache.row), cache.parts.aligned), gpu(cache.row.device))
+    _choose_rows(plan, cache, experts, True)
+    copy, parts = plan.copy.config, cache.parts
+    copy_experts_kernel[(copy.programs,)](
+        parts.table,
+        cache.moves,
+        cache.num_moves,
+        parts.units,
+        E=len(cache.row),
+        PARTS=len(parts.table),
+        PARTS_PADDED=next_power_of_2(len(parts.table)),
+        BLOCK=COPY_BYTES,
+        ALIGNED=parts.aligned,
+        enable_fp_fusion=True,
+        **launch_options(copy.warps, plan.pdl),
+    )
+    return cache.found
+
+
+def count_expert_uses(cache: ExpertCache, experts: Tensor) -> None:
+    """See `kernels.moe.count_expert_uses`."""
+    check_cache(cache, experts)
+    if experts.numel():
+        plan = plan_fetch(FetchProblem(len(cache.row), cache.parts.aligned), gpu(cache.row.device))
+        _choose_rows(plan, cache, experts, False)
+
+
+def _choose_rows(plan: FetchPlan, cache: ExpertCache, experts: Tensor | None, fetch: bool) -> None:
+    """Launches the program that counts uses and, with ``fetch``, lists the experts to copy, with their rows."""
+    E, pairs = len(cache.row), 0 if experts is None else experts.numel()
+    warps = plan.choose.config.warps
+    choose_rows_kernel[(1,)](
+        experts,
+        CacheState(cache.row, cache.owner, cache.uses, cache.found, cache.moves, cache.num_moves),
+        pairs,
+        len(cache.owner),
+        cache.first,
+        cache.staged,
+        E=E,
+        BINS=next_power_of_2(E + 1),
+        ROWS=next_power_of_2(E),
+        BLOCK=min(next_power_of_2(pairs), plan.choose.config.block) if pairs else 1,
+        FETCH=fetch,
+        enable_fp_fusion=True,
+        **launch_options(warps, plan.pdl),
+    )

@@ -46,7 +46,7 @@ def launch_hopper(plan: ExpertsPlan, products: HopperProducts, arguments: Expert
 
 def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, QuantizedRows]:
     """Rows of the pairs in order of expert, and the tokens of these rows; there is room for any routing."""
-    x, experts, count = arguments.x, arguments.experts, len(arguments.w1.weight)
+    x, experts, count = arguments.x, arguments.experts, arguments.num_experts
     sizes, (pairs, topk) = plan.product.config.sizes, (experts.numel(), experts.shape[1])
     used = min(pairs, count)
     num_rows = (pairs + 15 * used + 15) // 16 * 16  # an expert's rows start at a multiple of 16
@@ -56,7 +56,7 @@ def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, Qua
     )
     weight = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     rows = PairRows(pair, row, weight, tiles.view(3, capacity), num_tiles)
-    routing = RowRouting(experts, arguments.weights)
+    routing = RowRouting(experts, arguments.weights, arguments.slots)
     block, warps = plan.grouping.config
     options = {"TILE": sizes[-1], "GRANULE": sizes[0], "num_warps": warps, "launch_pdl": True}
     if plan.inputs is None:

@@ -72,10 +72,12 @@ class ExpertsProblem:
         stacks: tuple[ExpertStack, ExpertStack, ExpertStack],
         input_format: InputFormat,
         num_routed: int | None,
+        num_experts: int | None = None,
     ) -> ExpertsProblem:
-        """The problem of a routing ``experts [T, k]`` over the stacks w1, w3 and w2."""
+        """The problem of a routing ``experts [T, k]`` over the stacks w1, w3 and w2, of ``num_experts`` if given."""
         w1 = stacks[0]
-        count, inner, _ = w1.weight.shape
+        rows, inner, _ = w1.weight.shape
+        count = num_experts or rows
         # threads read the scales of FP8 stacks, TMA everything else
         loaded = [part for stack in stacks for part in stack[: 2 if w1.is_fp4 else 1] if part is not None]
         tokens, topk = experts.shape
@@ -503,5 +505,51 @@ class RouteProblem:
 
 # block: channels of a split-K partial of the scores, which `float32_product` computes; a warp selects for one token
 SELECTS = Table("moe.select", {"moe_select_kernel": ANY}, [Row(ANY, "moe_select_kernel", LaunchSize(256, 1))])
+
+
+# --- experts that the device fetches from host memory ---
+
+
+@dataclass(frozen=True)
+class FetchProblem:
+    """A layer of ``experts``, of which some are copied; aligned: in words of 16 bytes."""
+
+    experts: int
+    aligned: bool
+
+
+class CopySize(NamedTuple):
+    """Programs that copy, and their warps."""
+
+    programs: int
+    warps: int
+
+
+def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchSize:
+    """It holds every expert of the layer; ``block``: pairs that it counts at once."""
+    return LaunchSize(1024, max(4, min(16, next_power_of_2(problem.experts) // 64)))
+
+
+CACHE_ROWS = Table("moe.cache_rows", {"choose_rows_kernel": ANY}, [Row(ANY, "choose_rows_kernel", _one_program)])
+# A copy needs bytes in flight, not multiprocessors: 32 programs of 16 KiB are five times what a bus of 64 GB/s needs
+# for 2 us of latency. Products run beside the copies of the next layer and need the other multiprocessors.
+COPIES = Table("moe.copies", {"copy_experts_kernel": ANY}, [Row(ANY, "copy_experts_kernel", CopySize(32, 4))])
+
+
+@dataclass(frozen=True)
+class FetchPlan:
+    """Launches of `fetch_experts`: ``choose`` which experts go where, then ``copy`` them."""
+
+    choose: Choice
+    copy: Choice
+    pdl: bool
+
+
+@planner("moe.fetch_experts")
+def plan_fetch(problem: FetchProblem, gpu: GPU) -> FetchPlan:
+    """Chooses both launches."""
+    return FetchPlan(CACHE_ROWS.choose(problem, gpu), COPIES.choose(problem, gpu), gpu.pdl)
+
+
 plan_swiglu = kernel_planner(SWIGLUS)
 plan_route = kernel_planner(SELECTS, "moe.route")

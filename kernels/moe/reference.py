@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat, dequantize_weight, quantized_input
-from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
+from deepseek_attn.kernels.moe.types import (
+    UNGROUPED,
+    ExpertCache,
+    ExpertGroups,
+    ExpertRange,
+    ExpertStack,
+    HashRouting,
+    expert_parts,
+)
+from deepseek_attn.kernels.moe.uses import DECAY, MAX_TOKENS, USE
 
 # CPU matrix products round a row differently when there are fewer rows than a tile. Padding to whole tiles makes a
 # token's result independent of which other tokens chose the same expert. So do products of one row at a time, which are
@@ -95,15 +104,18 @@ def moe_experts(
     add: Tensor | None = None,
     num_routed: int | None = None,
     add_ready: torch.cuda.Event | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """See `deepseek_attn.kernels.moe.moe_experts`."""
+    row_of = None if slots is None else slots.tolist()
 
     def run(blocks: Sequence[Tensor], chosen: list[int], weight: Tensor) -> Tensor:
         """Weighted outputs ``[R, D]`` of blocks of rows, each of which goes through one expert."""
 
         def project(stack: ExpertStack, blocks: Sequence[Tensor]) -> Tensor:
-            pairs = zip(blocks, chosen, strict=True)
-            return torch.cat([expert_linear(block, stack, expert, input_format) for block, expert in pairs])
+            rows = chosen if row_of is None else [row_of[expert] for expert in chosen]
+            pairs = zip(blocks, rows, strict=True)
+            return torch.cat([expert_linear(block, stack, row, input_format) for block, row in pairs])
 
         hidden = swiglu(project(w1, blocks), project(w3, blocks), limit)
         if not weigh_output:
@@ -115,7 +127,7 @@ def moe_experts(
     if len(x) == 1 or (w1.scale is None and experts.numel() <= ROW_TILE):
         out = _row_by_row(x, experts, weights, run)
     else:
-        out = _in_tiles(x, experts, weights, len(w1.weight), run)
+        out = _in_tiles(x, experts, weights, len(w1.weight) if slots is None else len(slots), run)
     if add_ready is not None:
         add_ready.wait()
     return out if add is None else (out + add).to(x.dtype)
@@ -181,3 +193,44 @@ def _lay_out(expert_of_row: Tensor, count: int) -> tuple[Tensor, list[int]]:
     shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
     place = torch.arange(len(expert_of_row), device=expert_of_row.device) + shift[expert_of_row]
     return place, padded.tolist()
+
+
+def fetch_experts(cache: ExpertCache, experts: Tensor | None = None) -> Tensor:
+    """See `deepseek_attn.kernels.moe.fetch_experts`."""
+    rows = cache.row.tolist()
+    if experts is None:
+        missing, free = [expert for expert, row in enumerate(rows) if row < 0], []
+    else:
+        count_expert_uses(cache, experts)
+        needed = set(experts.flatten().tolist()) - {-1}
+        missing = sorted(expert for expert in needed if rows[expert] < 0)
+        owners, uses = cache.owner.tolist(), cache.uses.tolist()
+        # rows without an expert first
+        order = sorted((-1, slot, slot) if own < 0 else (uses[own], own, slot) for slot, own in enumerate(owners))
+        free = [slot for *_, slot in order if owners[slot] not in needed]
+    found, targets = list(rows), []
+    for place, expert in enumerate(missing):
+        if place < len(free):
+            slot = free[place]
+            if (old := int(cache.owner[slot])) >= 0:
+                cache.row[old] = -1
+            cache.owner[slot], cache.row[expert] = expert, cache.first + slot
+            targets.append(cache.first + slot)
+        else:
+            targets.append(cache.staged + place - len(free))
+        found[expert] = targets[-1]
+    for i, values in enumerate((missing, targets)):
+        cache.moves[i, : len(missing)] = torch.tensor(values, dtype=torch.int32, device=cache.moves.device)
+    cache.num_moves.fill_(len(missing))
+    cache.found.copy_(torch.tensor(found, dtype=torch.int32, device=cache.found.device))
+    for source, target in zip(expert_parts(cache.host), expert_parts(cache.device), strict=True):
+        for expert, row in zip(missing, targets, strict=True):
+            target[row].copy_(source[expert])
+    return cache.found
+
+
+def count_expert_uses(cache: ExpertCache, experts: Tensor) -> None:
+    """See `deepseek_attn.kernels.moe.count_expert_uses`."""
+    chosen = experts.flatten()
+    tokens = torch.bincount(chosen[chosen >= 0], minlength=len(cache.uses)).clamp(max=MAX_TOKENS)
+    cache.uses.sub_(cache.uses >> DECAY).add_((tokens * USE).to(torch.int32))

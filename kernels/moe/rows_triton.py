@@ -15,10 +15,14 @@ from deepseek_attn.kernels.common.fp8 import quantize_groups
 
 
 class RowRouting(NamedTuple):
-    """The routing ``[T, k]``: experts, -1 for experts of other ranks, and float32 weights."""
+    """The routing ``[T, k]``: experts, -1 for experts of other ranks, and float32 weights.
+
+    ``slots``: int32 ``[E]``, the row of the stacks with each expert; None: expert e is in row e.
+    """
 
     experts: Any
     weights: Any
+    slots: Any
 
 
 class PairRows(NamedTuple):
@@ -27,8 +31,8 @@ class PairRows(NamedTuple):
     Attributes:
         pair: int32 ``[rows]``, the pair of each row; row: int32 ``[pairs]``, the row of each pair.
         weight: float32 ``[rows]``, the weight of each row's pair.
-        tiles: int32 ``[3, capacity]``, expert, first row and rows of each tile: tiles of an expert are of one size, a
-            multiple of the granule, but for the last; num_tiles: int32 ``[1]``.
+        tiles: int32 ``[3, capacity]``: the row of the stacks with the tile's expert, first row and rows of each tile.
+            Tiles of an expert are of one size, a multiple of the granule, but for the last; num_tiles: int32 ``[1]``.
     """
 
     pair: Any
@@ -119,9 +123,12 @@ def place_rows_kernel(
         needed = tl.cdiv(count, tl.maximum(size, 1))
         first = tl.cumsum(needed, 0) - needed
         tl.store(rows.num_tiles, tl.sum(needed, 0))
+        stack_row = expert
+        if routing.slots is not None:
+            stack_row = tl.load(routing.slots + expert, mask=expert < E, other=0)
         for i in tl.range(0, tl.max(needed, 0)):
             has = i < needed
-            tl.store(rows.tiles + first + i, expert, mask=has)
+            tl.store(rows.tiles + first + i, stack_row, mask=has)
             tl.store(rows.tiles + capacity + first + i, start + i * size, mask=has)
             tl.store(rows.tiles + 2 * capacity + first + i, tl.minimum(size, count - i * size), mask=has)
     row = tl.gather(start + earlier, tl.maximum(pair_expert, 0), 0) + rank
@@ -186,9 +193,12 @@ def prepare_decode_rows_kernel(
         tl.store(rows.row + slot, row, mask=known)
         tl.store(rows.weight + row, tl.load(routing.weights + slot, mask=known, other=0), mask=known)
         tl.store(rows.num_tiles, tl.sum(expert_tiles, 0))
+        stack_row = expert
+        if routing.slots is not None:
+            stack_row = tl.load(routing.slots + expert, mask=known, other=0)
         for i in tl.range(0, tl.max(expert_tiles, 0)):
             has = i < expert_tiles
-            tl.store(rows.tiles + first + i, expert, mask=has)
+            tl.store(rows.tiles + first + i, stack_row, mask=has)
             tl.store(rows.tiles + capacity + first + i, start + i * size, mask=has)
             tl.store(rows.tiles + 2 * capacity + first + i, tl.minimum(size, count - i * size), mask=has)
     values, scale, channel, group = _quantized_row(tokens.x + source * tokens.stride, K, BLOCK, POW2)

@@ -66,6 +66,96 @@ class ExpertStack(NamedTuple):
         return "plain" if self.scale is None else "fp4" if self.is_fp4 else "fp8"
 
 
+class ExpertCache(NamedTuple):
+    """Routed experts of one layer in pinned host memory, of which the device holds some.
+
+    Stacks on the device have rows of one expert each, which several layers share. ``owner`` names the rows that cache
+    this layer's experts from call to call; the rows from ``staged`` on hold experts until the layer's products alone.
+
+    Attributes:
+        host: stacks w1, w3 and w2 of all E experts.
+        device: stacks of the same formats, ``[R, ...]``, on the device.
+        row: int32 ``[E]``, the row of each cached expert, -1 for others.
+        owner: int32 ``[S]``, the expert in each of the rows ``first .. first + S - 1``, -1 for none.
+        uses: int32 ``[E]``, counts of use that decay; see `fetch_experts`.
+        first, staged: rows; at least E - S rows follow ``staged``.
+        found: int32 ``[E]``, written by `fetch_experts`: the row of each expert that the products may read.
+        moves: int32 ``[2, E]``, written: experts that are copied, and the rows that they are copied to.
+        num_moves: int32 ``[1]``, written: their number.
+        parts: `copied_parts`.
+    """
+
+    host: tuple[ExpertStack, ExpertStack, ExpertStack]
+    device: tuple[ExpertStack, ExpertStack, ExpertStack]
+    row: Tensor
+    owner: Tensor
+    uses: Tensor
+    first: int
+    staged: int
+    found: Tensor
+    moves: Tensor
+    num_moves: Tensor
+    parts: CopiedParts
+
+
+class CopiedParts(NamedTuple):
+    """Tensors of an expert as `copy_experts_kernel` copies them, in units of `COPY_BYTES`.
+
+    Attributes:
+        table: int64 ``[parts, 4]`` on the device: addresses of the first expert in host memory and of the first row
+            on the device, bytes of an expert, and the number of the part's first unit.
+        units: of one expert; aligned: addresses and sizes are multiples of 16 bytes.
+    """
+
+    table: Tensor
+    units: int
+    aligned: bool
+
+
+COPY_BYTES = 16384
+"""Bytes that a program copies at once: 8 loads of 16 bytes in flight for each of 128 threads."""
+
+
+def expert_parts(stacks: tuple[ExpertStack, ExpertStack, ExpertStack]) -> list[Tensor]:
+    """Tensors of three stacks, ``[E, ...]`` each: weights, scales and exponents, as far as the format has them."""
+    return [part for stack in stacks for part in stack if part is not None]
+
+
+def copied_parts(
+    host: tuple[ExpertStack, ExpertStack, ExpertStack], device: tuple[ExpertStack, ExpertStack, ExpertStack]
+) -> CopiedParts:
+    """The parts of `ExpertCache`; all tensors are contiguous, and pinned in host memory if the device is a GPU.
+
+    Raises:
+        ValueError: stacks of different formats, or not contiguous.
+    """
+    sources, targets = expert_parts(host), expert_parts(device)
+    where = targets[0].device
+    rows: list[list[int]] = []
+    units = 0
+    for source, target in zip(sources, targets, strict=True):
+        if source.dtype != target.dtype or source.shape[1:] != target.shape[1:]:
+            raise ValueError(
+                f"experts in host memory are {source.dtype} {list(source.shape)}, and rows for them on the device "
+                f"{target.dtype} {list(target.shape)}: dtypes and all sizes but the first must be equal"
+            )
+        if not source.is_contiguous() or not target.is_contiguous():
+            raise ValueError("stacks of experts must be contiguous to be copied")
+        if where.type == "cuda" and not (source.is_cuda or source.is_pinned()):
+            raise ValueError("experts in host memory must be pinned: a GPU reads no other memory of the host")
+        nbytes = source[0].nbytes
+        rows.append([_address(source), _address(target), nbytes, units])
+        units += -(-nbytes // COPY_BYTES)
+    aligned = all(value % 16 == 0 for row in rows for value in row[:3])
+    if where.type == "meta":
+        return CopiedParts(torch.empty(len(rows), 4, dtype=torch.int64, device=where), units, aligned)
+    return CopiedParts(torch.tensor(rows, dtype=torch.int64, device=where), units, aligned)
+
+
+def _address(tensor: Tensor) -> int:
+    return 0 if tensor.is_meta else tensor.data_ptr()
+
+
 class ExpertsPass(NamedTuple):
     """Arguments of one pass of `moe_experts`; rows of ``x`` and ``add`` have contiguous channels.
 
@@ -84,4 +174,10 @@ class ExpertsPass(NamedTuple):
     input_format: InputFormat
     add: Tensor | None
     add_ready: torch.cuda.Event | None
+    slots: Tensor | None
     out: Tensor
+
+    @property
+    def num_experts(self) -> int:
+        """Experts that ids may name."""
+        return len(self.w1.weight if self.slots is None else self.slots)

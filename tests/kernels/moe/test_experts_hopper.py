@@ -195,7 +195,7 @@ def test_rows_of_pairs(gpu, tokens):
     case.experts[: tokens // 3, 0] = 4
     with taking(HopperExpertTiles((16, 32, 64), 64)):
         made = plan.plan_experts(problem_of(case), gpu_of(case.x.device))
-    arguments = ExpertsPass(*case, 4.0, False, FP8_INPUT, None, None, torch.empty_like(case.x))
+    arguments = ExpertsPass(*case, 4.0, False, FP8_INPUT, None, None, None, torch.empty_like(case.x))
     rows, quantized = launch_hopper.route_rows(made, arguments)
     tiles = rows.tiles[:, : int(rows.num_tiles)].T.tolist()
     chosen, start, expected = case.experts.flatten(), 0, []

@@ -152,9 +152,9 @@ def run(case, op=moe.moe_experts, limit=4.0, input_format=InputFormat(True), **o
 @pytest.mark.parametrize(("pairs", "experts", "tile"), [(5, 3, 8), (64, 7, 16), (300, 256, 16), (6000, 5, 64)])
 def test_pairs_are_grouped_by_expert(gpu, pairs, experts, tile):
     for chosen in (torch.randint(experts, (pairs, 1)), torch.full((pairs, 1), experts - 1)):
-        routing = moe_kernels.PairRouting(chosen, None, None, None)
+        routing = moe_kernels.PairRouting(chosen, None, None, None, None)
         routing = moe.group_pairs(routing, experts, tile, plan.LaunchSize(256, 1), False)
-        found, owners = routing.sorted.view(-1, tile), routing.tile_expert
+        found, owners = routing.sorted.view(-1, tile), routing.tile_row
         used = int((owners >= 0).sum())
         assert owners[:used].ge(0).all()
         assert owners[used:].eq(-1).all()

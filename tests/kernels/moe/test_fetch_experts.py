@@ -1,0 +1,244 @@
+"""Experts that the device fetches from host memory: rules against brute force, kernels against plain torch."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from deepseek_attn.kernels.common.quant import InputFormat
+from deepseek_attn.kernels.moe import ExpertCache, ExpertStack, copied_parts, expert_parts, reference
+from tests.kernels.moe.moe_cases import FORMATS, make_case
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def empty_rows(host, rows, device=None):
+    """Stacks of ``rows`` rows of the formats of ``host``, full of NaN bytes."""
+    stacks = []
+    for stack in host:
+        parts = [None if t is None else torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device=device) for t in stack]
+        for part in parts:
+            if part is not None:
+                part.view(torch.uint8).fill_(0xFF)
+        stacks.append(ExpertStack(*parts))
+    return tuple(stacks)
+
+
+def make_cache(host, num_rows, others=3, filled=True, device=None):
+    """A cache of ``num_rows`` experts behind ``others`` rows of another layer; the first experts are in it."""
+    E = len(host[0].weight)
+    if device == "cuda":
+        host = tuple(ExpertStack(*(None if t is None else t.cpu().pin_memory() for t in stack)) for stack in host)
+    stacks = empty_rows(host, others + num_rows + (E - num_rows), device)
+    ints = {"dtype": torch.int32, "device": device}
+    row, owner = torch.full((E,), -1, **ints), torch.full((num_rows,), -1, **ints)
+    if filled:
+        row[:num_rows] = torch.arange(others, others + num_rows, **ints)
+        owner.copy_(torch.arange(num_rows, **ints))
+        for source, target in zip(expert_parts(host), expert_parts(stacks), strict=True):
+            target[others : others + num_rows].copy_(source[:num_rows])
+    return ExpertCache(
+        host, stacks, row, owner, torch.zeros(E, **ints), others, others + num_rows,
+        torch.full((E,), -7, **ints), torch.full((2, E), -7, **ints), torch.full((1,), -7, **ints),
+        copied_parts(host, stacks),
+    )  # fmt: skip
+
+
+class Expected:
+    """The rules of `fetch_experts` in Python: which expert is in which row, and counts of use."""
+
+    def __init__(self, E, num_rows, first, filled):
+        self.first, self.rows = first, [e if filled else None for e in range(num_rows)]
+        self.uses = [0] * E
+
+    def fetch(self, ids):
+        for e, count in enumerate(self.uses):
+            self.uses[e] = count - count // 256 + 4096 * min(ids.count(e), 255)
+        needed = {e for e in ids if e >= 0}
+        rest = []
+        for e in sorted(needed - set(self.rows)):
+            may_go = [
+                ((0, i) if old is None else (1 + self.uses[old], old), i)
+                for i, old in enumerate(self.rows)
+                if old not in needed
+            ]
+            if may_go:
+                self.rows[min(may_go)[1]] = e
+            else:
+                rest.append(e)
+        return needed, rest
+
+
+def check_found(cache, expected, needed, rest):
+    found, staged = cache.found.tolist(), cache.staged
+    places = {e: cache.first + i for i, e in enumerate(expected.rows) if e is not None}
+    assert cache.row.tolist() == [places.get(e, -1) for e in range(len(found))]
+    assert cache.owner.tolist() == [-1 if e is None else e for e in expected.rows]
+    assert cache.uses.tolist() == expected.uses
+    places |= {e: staged + i for i, e in enumerate(rest)}
+    for e in needed:
+        assert found[e] == places[e]
+        for source, target in zip(expert_parts(cache.host), expert_parts(cache.device), strict=True):
+            held = target[found[e]].cpu().view(torch.uint8)
+            assert torch.equal(held, source[e].cpu().view(torch.uint8))
+
+
+STEPS = [(1, 2), (3, 3), (1, 2), (7, 1), (2, 4), (40, 2), (1, 1), (2, 2), (5, 2)]  # tokens, experts of each
+
+
+def routings(E):
+    """Ids of a few calls: some of other ranks, one expert twice, more experts than rows."""
+    for T, k in STEPS:
+        ids = torch.randint(-1, E, (T, k), device="cpu")
+        ids[0, 0] = ids[-1, -1]
+        yield ids
+    yield torch.full((2, 2), -1, device="cpu")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("E", "num_rows", "filled"), [(9, 4, True), (8, 5, False), (7, 7, True), (5, 1, True)])
+def test_the_rules(E, num_rows, filled, fmt):
+    case = make_case(1, 64, 32, E, 2, fmt, device="cpu")
+    cache = make_cache((case.w1, case.w3, case.w2), num_rows, filled=filled, device="cpu")
+    expected = Expected(E, num_rows, cache.first, filled)
+    before = [part[: cache.first].clone() for part in expert_parts(cache.device)]
+    for ids in routings(E):
+        needed, rest = expected.fetch(ids.flatten().tolist())
+        assert reference.fetch_experts(cache, ids) is cache.found
+        check_found(cache, expected, needed, rest)
+    # rows of other layers stay as they are
+    for part, old in zip(expert_parts(cache.device), before, strict=True):
+        assert torch.equal(part[: cache.first].view(torch.uint8), old.view(torch.uint8))
+
+
+def test_counts_decay_and_are_bounded():
+    case = make_case(1, 64, 32, 3, 2, "plain", device="cpu")
+    cache = make_cache((case.w1, case.w3, case.w2), 2, device="cpu")
+    many = torch.zeros(300, 1, dtype=torch.int64)
+    for _ in range(3000):
+        reference.count_expert_uses(cache, many)
+    assert 0 < int(cache.uses[0]) < 2**29
+    for _ in range(177):
+        reference.count_expert_uses(cache, many + 1)
+    assert 0.49 < int(cache.uses[0]) / (4096 * 255 * 256) < 0.51
+
+
+def test_all_experts_of_a_layer():
+    case = make_case(1, 64, 32, 9, 2, "fp4", device="cpu")
+    cache = make_cache((case.w1, case.w3, case.w2), 4, device="cpu")
+    reference.fetch_experts(cache, torch.tensor([[7, 8]]))
+    state = [t.clone() for t in (cache.row, cache.owner, cache.uses)]
+    found = reference.fetch_experts(cache).tolist()
+    assert all(torch.equal(old, new) for old, new in zip(state, (cache.row, cache.owner, cache.uses), strict=True))
+    assert sorted(found) == list(range(cache.first, cache.first + 9))
+    for source, target in zip(expert_parts(cache.host), expert_parts(cache.device), strict=True):
+        assert torch.equal(target[found].view(torch.uint8), source.view(torch.uint8))
+
+
+@pytest.mark.parametrize("T", [1, 3, 40])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_reference_reads_rows(fmt, T):
+    """Equal to the bit with all experts in order, and with those that a call needs in any rows."""
+    case = make_case(T, 256, 128, 9, 3, fmt, torch.float32, "cpu")
+    case.experts[0, 0] = -1
+    expected = reference.moe_experts(*case, 4.0, input_format=InputFormat(True))
+    cache = make_cache((case.w1, case.w3, case.w2), 4, device="cpu")
+    found = reference.fetch_experts(cache, case.experts)
+    got = reference.moe_experts(*case[:3], *cache.device, 4.0, input_format=InputFormat(True), slots=found)
+    assert torch.equal(got, expected)
+
+
+def test_stacks_that_do_not_fit_are_named():
+    case = make_case(1, 64, 32, 4, 2, "fp4", device="cpu")
+    host = case.w1, case.w3, case.w2
+    with pytest.raises(ValueError, match=r"dtypes and all sizes but the first must be equal"):
+        copied_parts(host, empty_rows((case.w2, case.w3, case.w1), 3, "cpu"))
+    turned = case.w1._replace(weight=case.w1.weight.transpose(1, 2))
+    with pytest.raises(ValueError, match=r"must be contiguous"):
+        copied_parts((turned, *host[1:]), (turned, *host[1:]))
+
+
+# --- kernels ---
+
+
+triton = pytest.importorskip("triton", reason="the package triton is not installed")
+
+from deepseek_attn.kernels.moe import launch as moe  # noqa: E402
+from tests.kernels.compiled_launches import compiled_ops, on_gpus  # noqa: E402
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("E", "num_rows", "filled"), [(9, 4, True), (8, 5, False), (7, 7, True), (5, 1, True), (300, 100, True)]
+)
+def test_kernels_follow_the_rules(triton_device, E, num_rows, filled, fmt):
+    where = triton_device.type
+    case = make_case(1, 64, 32, E, 2, fmt, device="cpu")
+    cache = make_cache((case.w1, case.w3, case.w2), num_rows, filled=filled, device=where)
+    expected = Expected(E, num_rows, cache.first, filled)
+    for ids in routings(E):
+        needed, rest = expected.fetch(ids.flatten().tolist())
+        moe.fetch_experts(cache, ids.to(where))
+        check_found(cache, expected, needed, rest)
+    found = moe.fetch_experts(cache).tolist()
+    assert len(set(found)) == E
+    for source, target in zip(expert_parts(cache.host), expert_parts(cache.device), strict=True):
+        assert torch.equal(target[found].cpu().view(torch.uint8), source.cpu().view(torch.uint8))
+    moe.count_expert_uses(cache, ids.to(where) * 0)
+    expected.fetch([0, 0, 0, 0])
+    assert cache.uses.tolist() == expected.uses
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (1024, 512)])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_same_bits_as_all_experts_resident(gpu, fmt, hidden, inner):
+    """Eagerly and in a graph whose routing changes; from one token to more experts than rows."""
+    E, k = 37, 6
+    for T in (1, 5, 11, 40, 300):
+        case = make_case(T, hidden, inner, E, k, fmt)
+        cache = make_cache((case.w1, case.w3, case.w2), 13, device="cuda")
+        options = {"limit": 4.0, "input_format": InputFormat(True)}
+
+        def fetched(x, experts, weights, cache=cache, options=options):
+            found = moe.fetch_experts(cache, experts)
+            return moe.moe_experts(x, experts, weights, *cache.device, **options, slots=found)
+
+        inputs = [t.clone() for t in case[:3]]
+        assert torch.equal(fetched(*inputs), moe.moe_experts(*case, **options))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = fetched(*inputs)
+        for _ in range(5):
+            other = make_case(T, hidden, inner, E, k, fmt)
+            other.experts[0, 0] = -1
+            for mine, new in zip(inputs, other[:3], strict=True):
+                mine.copy_(new)
+            graph.replay()
+            assert torch.equal(out, moe.moe_experts(*other[:3], *case[3:], **options))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
+@pytest.mark.parametrize("arch", on_gpus())
+def test_fetching_compiles(arch):
+    case = make_case(3, 512, 256, 32, 6, "fp4", device="meta")
+    cache = make_cache((case.w1, case.w3, case.w2), 8, device="meta")
+    found = compiled_ops(arch, lambda: (moe.fetch_experts(cache, case.experts), moe.fetch_experts(cache)))
+    assert {name: len(kernels) for name, kernels in found.items()} == {
+        "choose_rows_kernel": 2,
+        "copy_experts_kernel": 2,
+    }
+    ptx = found["copy_experts_kernel"][0].asm["ptx"]
+    assert ptx.count("ld.global.cg.v4") == 8  # 16 bytes of each of 128 threads, all in flight
+    assert ptx.count("st.global.v4") == 8
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
+@pytest.mark.parametrize("T", [1, 40, 300])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_products_of_rows_compile(fmt, T):
+    case = make_case(T, 512, 512, 32, 6, fmt, device="meta")
+    slots = torch.empty(32, dtype=torch.int32, device="meta")
+    options = {"limit": 4.0, "input_format": InputFormat(True), "slots": slots}
+    assert compiled_ops("sm90", lambda: moe.moe_experts(*case, **options))
