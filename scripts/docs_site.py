@@ -69,9 +69,8 @@ def moved(text: str) -> str:
     return re.sub(r"\]\(README\.md", "](index.md", text)
 
 
-def on_config(config):
-    link_packages()
-    return config
+def on_startup(command: str, dirty: bool) -> None:
+    link_packages()  # before mkdocstrings reads its configuration, which leaves out folders that do not exist
 
 
 def on_files(files, config):
