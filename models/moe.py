@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,7 +22,8 @@ from deepseek_attn.kernels.moe import (
     moe_route,
     swiglu,
 )
-from deepseek_attn.layers.expert_memory import HOST, RESIDENT, ExpertMemory
+from deepseek_attn.layers.expert_cache import ExpertCache
+from deepseek_attn.layers.expert_memory import DISK, HOST, RESIDENT, ExpertMemory
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
 from deepseek_attn.layers.parallel import Parallel
@@ -186,18 +189,57 @@ class Experts(CheckpointModule):
 
         With ``add [T, D]``, the dtype of x: the sum is rounded after the addition, which waits for ``add_ready``.
         """
-        w1 = self.w1
-        stacks = _stack(w1), _stack(self.w3), _stack(self.w2)
+        options = self.limit, self.weigh_output, self.w1.input_format, add, self.count, add_ready
+        if self.memory.kind == DISK:
+            with self._cached_stacks(experts) as stacks:
+                return moe_experts(x, experts, weights, *stacks, *options)
+        stacks = [_stack(linear) for linear in self.projections]
         if self.memory.kind == HOST and x.is_cuda:
-            stacks = tuple(ExpertStack(*(None if t is None else t.to(x.device) for t in stack)) for stack in stacks)
-        options = self.limit, self.weigh_output, w1.input_format, add, self.count, add_ready
+            stacks = [ExpertStack(*(None if t is None else t.to(x.device) for t in stack)) for stack in stacks]
         return moe_experts(x, experts, weights, *stacks, *options)
+
+    @property
+    def projections(self) -> tuple[ExpertLinear, ExpertLinear, ExpertLinear]:
+        """In the order in which `moe_experts` takes their stacks."""
+        return self.w1, self.w3, self.w2
+
+    @contextmanager
+    def _cached_stacks(self, experts: torch.Tensor) -> Iterator[list[ExpertStack]]:
+        """Stacks that read the experts of a step from the checkpoint's files as the op reaches them."""
+        needed = [expert for expert in experts.unique().tolist() if expert >= 0]  # in increasing order
+        caches = [linear.opened_cache for linear in self.projections]
+        try:
+            hits = [cache.begin(needed) for cache in caches]
+            caches[0].stats.count(hits[0], len(needed))
+            yield [_lazy_stack(linear) for linear in self.projections]
+        finally:
+            for cache in caches:
+                cache.end()
 
 
 def _stack(linear: ExpertLinear) -> ExpertStack:
     """Weights of a projection, for the op; in host memory if the experts are kept there."""
     weights = linear.loaded
     return ExpertStack(weights["weight"], weights["scale"], linear._buffers["exponent"])
+
+
+class _CachedRows:
+    """One tensor of each expert of a cache, indexed by expert as that of a stack."""
+
+    def __init__(self, cache: ExpertCache, part: int):
+        self.cache, self.part = cache, part
+
+    def __len__(self) -> int:
+        return self.cache.experts
+
+    def __getitem__(self, expert: int) -> torch.Tensor | None:
+        return self.cache.get(expert)[self.part]
+
+
+def _lazy_stack(linear: ExpertLinear) -> ExpertStack:
+    """Weights of a projection that stay in the checkpoint, for the op in plain torch, which reads them by expert."""
+    rows: list[Any] = [_CachedRows(linear.opened_cache, part) for part in (0, 1)]
+    return ExpertStack(rows[0], None if linear.template is None or linear.template[1] is None else rows[1])
 
 
 class MoE(CheckpointModule):

@@ -14,13 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, SequenceCache
@@ -29,7 +28,7 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.utils.files import STORED_NAMES, write_tensors
 
-FORMAT = "deepseek-attn sequence 2"
+FORMAT = "deepseek-attn sequence 3"
 FIELDS = ("format", "num_tokens", "low_water", "digest")  # of the metadata, beside the fingerprint
 SAMPLES = 256  # bytes of each weight that go into the fingerprint: reading all of a large model would be minutes
 
@@ -64,26 +63,27 @@ def make_fingerprint(
     numerics: Numerics,
     dtype: torch.dtype,
     layout: CacheLayout,
-    model: nn.Module,
+    weights: Mapping[str, torch.Tensor],
     deterministic: bool = False,
 ) -> dict[str, str]:
-    """Digests by their subject: ``model`` (config and samples of every weight), ``numerics``, ``layout``.
+    """Digests by their subject: ``model`` (config and samples of weights), ``numerics``, ``layout``.
 
     Args:
+        weights: those of the model by name.
         deterministic: bytes follow from the tokens alone. Other runners' bytes do not, so this counts as another
             ``numerics``.
     """
-    weights = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    samples = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
+    for name, tensor in sorted(weights.items()):
         flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
         index = torch.linspace(
             0, max(len(flat) - 1, 0), min(SAMPLES, len(flat)), dtype=torch.float64, device="cpu"
         ).long()
-        weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        weights.update(flat[index.to(flat.device)].cpu().numpy().tobytes())
+        samples.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        samples.update(flat[index.to(flat.device)].cpu().numpy().tobytes())
     pools = [(p.layer, p.kind, p.group, p.entries, p.page_bytes, p.width, str(p.record)) for p in layout.pools]
     return {
-        "model": weights.hexdigest(),
+        "model": samples.hexdigest(),
         "numerics": _digest([asdict(numerics), str(dtype), *["deterministic"] * deterministic]),
         "layout": _digest([pools, layout.window, layout.max_rollback]),
     }

@@ -14,6 +14,7 @@ from deepseek_attn.checkpoint.selection import needed_tensors
 from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
 from deepseek_attn.config.generation import GENERATION_FILE
 from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.layers.weights import Shard
 from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
 
 SMALL_FILES = (INDEX_FILE, GENERATION_FILE, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -67,11 +68,21 @@ class PretrainedSource(CheckpointSource):
                 self._repo.download(absent, whole=not index.is_file())
         return SafetensorsSource(self.directory, needed)
 
+    @property
+    def reads_in_threads(self) -> bool:
+        return self._opened.reads_in_threads
+
     def entries(self) -> dict[str, TensorInfo]:
         return self._opened.entries()
 
     def read(self, name: str) -> torch.Tensor:
         return self._opened.read(name)
+
+    def read_part(self, name: str, index: int, count: int) -> torch.Tensor:
+        return self._opened.read_part(name, index, count)
+
+    def read_shard(self, name: str, shard: Shard) -> torch.Tensor:
+        return self._opened.read_shard(name, shard)
 
     def view(self, name: str) -> torch.Tensor:
         return self._opened.view(name)

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import chain
 from math import prod
 
-import torch
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -18,6 +17,7 @@ from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.selection import ASKED_FOR, UNKNOWN, Selection
 from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
 from deepseek_attn.checkpoint.stored_weights import holds_nan, read_table_rows, read_weight
+from deepseek_attn.checkpoint.unread import CheckpointWeight
 from deepseek_attn.layers.weights import SlotKind, WeightSlot, checkpoint_slots
 from deepseek_attn.utils.sizes import show_bytes
 
@@ -123,10 +123,13 @@ def load_slots(
             f"NaN in the checkpoint ({len(with_nan)}): {listed(with_nan)}; logits that depend on them are NaN",
             stacklevel=2,
         )
-    for name, _ in found.by_row:
+    for name, *_ in found.by_row:
         if (attach := slots[name].attach) is not None:
-            rows = slots[name].kind is SlotKind.ROWS
-            attach(partial(read_table_rows, source, name) if rows else partial(_read_later, source, name, slots[name]))
+            slot = slots[name]
+            if slot.kind is SlotKind.ROWS:
+                attach(partial(read_table_rows, source, name))
+            else:
+                attach(CheckpointWeight(source, name, slot.shard, slot.block))
     loaded, by_row = tuple(chain(*found.loaded)), tuple(chain(*found.by_row))
     return LoadReport(loaded, found.ignored, total, any(name.startswith("mtp.") for name in loaded), by_row)
 
@@ -164,14 +167,6 @@ def _held_bytes(slot: WeightSlot, pair: tuple[str, ...], entries: dict[str, Tens
     if slot.dense is None or (len(pair) > 1 and slot.keeps_quantized):
         return _loaded_bytes(slot, pair, entries)
     return slot.dense * prod(slot.shape if slot.shard is None else slot.shard.of(slot.shape))
-
-
-def _read_later(source: CanonicalSource, name: str, slot: WeightSlot) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A weight that stayed in the checkpoint, as its slot loads it; ValueError with its name if it cannot be."""
-    try:
-        return read_weight(source, name, slot.shard, slot.block)
-    except ValueError as error:
-        raise ValueError(f"cannot read {source.shown(name)}: {error}") from error
 
 
 def _loaded_bytes(slot: WeightSlot, pair: tuple[str, ...], entries: dict[str, TensorInfo]) -> int:

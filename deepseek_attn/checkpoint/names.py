@@ -141,6 +141,10 @@ class CanonicalSource(CheckpointSource):
                 self._entries[published] = part_info
                 self._origins[published] = origin
 
+    @property
+    def reads_in_threads(self) -> bool:
+        return self.source.reads_in_threads
+
     def entries(self) -> dict[str, TensorInfo]:
         return self._entries
 

@@ -67,7 +67,9 @@ class SafetensorsSource(CheckpointSource):
     def entries(self) -> dict[str, TensorInfo]:
         return self._entries
 
-    reads_in_threads = True
+    @property
+    def reads_in_threads(self) -> bool:
+        return True
 
     def read(self, name: str) -> torch.Tensor:
         return self._read(name, self._stored_shape(name))

@@ -72,7 +72,9 @@ class CheckpointSource(ABC):
         reads_in_threads: several threads may call `read`, `read_part` and `read_shard` at the same time.
     """
 
-    reads_in_threads = False
+    @property
+    def reads_in_threads(self) -> bool:
+        return False
 
     @abstractmethod
     def entries(self) -> dict[str, TensorInfo]:
@@ -109,6 +111,26 @@ class CheckpointSource(ABC):
         """A part of a tensor, in places of the tensor that `read` returns."""
         part = self.view(name).narrow(shard.dim, shard.start, shard.size)
         return part.clone(memory_format=torch.contiguous_format)
+
+
+class HeaderSource(CheckpointSource):
+    """The tensors of a checkpoint without their values, on the device "meta"."""
+
+    def __init__(self, headers: dict[str, TensorInfo]):
+        self._headers = headers
+
+    def entries(self) -> dict[str, TensorInfo]:
+        return self._headers
+
+    def read(self, name: str) -> torch.Tensor:
+        info = self._headers[name]
+        dtype, shape = DTYPES[info.dtype], list(info.shape)
+        if dtype.bits < 8 * dtype.torch.itemsize:  # packed
+            shape[-1] = shape[-1] * dtype.bits // (8 * dtype.torch.itemsize)
+        return torch.empty(shape, dtype=dtype.torch, device="meta")
+
+    def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
+        return range(vocab_size)  # no step looks tokens up
 
 
 def shortened(text: str) -> str:

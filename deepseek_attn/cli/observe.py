@@ -41,8 +41,11 @@ def observed(engine: Engine, args: argparse.Namespace) -> Iterator[None]:
             yield
     finally:
         engine.on_step = None
-        if engine.stats.steps and (args.profile or lines or engine.decoder.mtp):
+        caches = engine.runner.expert_caches
+        if engine.stats.steps and (args.profile or lines or engine.decoder.mtp or caches):
             say(describe_run(engine.stats))
+            if caches is not None:
+                say(caches.describe())
 
 
 def stats_printer(interval: float, write: Callable[[str], object]) -> Callable[[StepStats], None]:

@@ -54,9 +54,9 @@ def add_deterministic_option(parser: argparse._ActionsContainer) -> None:
 def add_expert_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--expert-memory",
-        choices=("gpu", "host"),
+        choices=("gpu", "host", "disk"),
         default="gpu",
-        help="routed experts are kept on the device, or in pinned host memory (default: gpu)",
+        help="keep routed experts on the device, in pinned host memory, or in the checkpoint's files (default: gpu)",
     )
     parser.add_argument(
         "--expert-cache-bytes",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 from deepseek_attn.config.options import is_integer
 
@@ -10,6 +13,7 @@ GPU, HOST, DISK = "gpu", "host", "disk"
 EXPERT_MEMORY = {
     GPU: "on the device of the model",
     HOST: "in pinned host memory; the GPU keeps a part of them (on a CPU the same as gpu)",
+    DISK: "in the checkpoint's files; the device keeps a part of them",
 }
 """Values of ``expert_memory``."""
 
@@ -46,3 +50,45 @@ class ExpertMemory:
 
 
 RESIDENT = ExpertMemory()
+
+
+@dataclass
+class ExpertStats:
+    """Uses of experts by the steps of a model: an expert counts once per layer and step that needs it.
+
+    Attributes:
+        hits: uses of experts that the device had; misses: of others.
+        bytes_read: bytes of weights and scales that misses read.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    bytes_read: int = 0
+
+    def count(self, hits: int, uses: int) -> None:
+        """Counts the uses of one layer in one step."""
+        self.hits, self.misses = self.hits + hits, self.misses + uses - hits
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / max(1, self.hits + self.misses)
+
+
+class UnreadWeight(Protocol):
+    """A weight that stays in the checkpoint, with its scale. Calling it reads both, as a `WeightSlot` loads them.
+
+    Attributes:
+        nbytes: bytes that a read takes.
+        dtype: of the stored weight, as the header spells it.
+        in_threads: several threads may read at the same time.
+    """
+
+    nbytes: int
+    dtype: str
+    in_threads: bool
+
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+    def template(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The result of a call without its values, on the device "meta"."""
+        ...

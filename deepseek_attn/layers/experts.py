@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.kernels.common.quant import InputFormat, row_exponents
 from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
-from deepseek_attn.layers.expert_memory import DISK, HOST, RESIDENT, ExpertMemory
+from deepseek_attn.layers.expert_cache import ExpertCache, ExpertReaders, StoredPair
+from deepseek_attn.layers.expert_memory import DISK, HOST, RESIDENT, ExpertMemory, UnreadWeight
 from deepseek_attn.layers.weights import CheckpointModule, SlotKind, WeightSlot, check_fp8_input, parameter, to_stored
 from deepseek_attn.utils.device import pinned_empty
 
@@ -23,8 +24,17 @@ class ExpertLinear(CheckpointModule):
     Args:
         experts: number of experts of this rank; first: the checkpoint's number of the first of them.
         memory: where the stack is: on the device, or in host memory, which is pinned if the device is a GPU. With
-            ``disk`` there is no stack, and `read` reads an expert.
+            ``disk`` there is no stack, and `cache` has some experts.
+
+    Attributes:
+        unread: experts of this rank that stay in the checkpoint, by number.
+        template: weight and scale of one expert as the op reads them, without values, on the device "meta"; None until
+            the first expert is loaded.
+        cache: None but for ``disk``, until `open_cache`.
     """
+
+    template: StoredPair | None = None
+    cache: ExpertCache | None = None
 
     def __init__(
         self,
@@ -46,7 +56,7 @@ class ExpertLinear(CheckpointModule):
         self.register_parameter("scale", None)
         self.register_buffer("exponent", None, persistent=False)
         self._has_exponents = self.input_format.fp8
-        self._readers: dict[int, Callable[[], tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        self.unread: dict[int, UnreadWeight] = {}
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
         return iter(())  # `Experts` names them: the checkpoint counts experts before projections
@@ -57,8 +67,8 @@ class ExpertLinear(CheckpointModule):
         def load(weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
             self._load_expert(index - self.first, weight, scale)
 
-        def attach(read: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-            self._readers[index - self.first] = read
+        def attach(weight: UnreadWeight) -> None:
+            self._attach_expert(index - self.first, weight)
 
         return WeightSlot(
             (self.out_features, self.in_features),
@@ -72,11 +82,51 @@ class ExpertLinear(CheckpointModule):
             in_host=self.in_host,
         )
 
-    def _load_expert(self, index: int, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
-        device = torch.device("cpu") if self.in_host and not weight.is_meta else self._device
+    def _attach_expert(self, index: int, weight: UnreadWeight) -> None:
+        if self.template is None:
+            self.template = self.convert(*weight.template())
+        first = next(iter(self.unread.values()), weight)
+        if weight.dtype != first.dtype:
+            raise ValueError(
+                f"expert {self.first + index} has a {weight.dtype} weight, other experts of the layer {first.dtype}: "
+                "all experts of a layer must have one format"
+            )
+        self.unread[index] = weight
+
+    def convert(self, weight: torch.Tensor, scale: torch.Tensor | None) -> StoredPair:
+        """A stored weight and its scale as the op reads them, on the device unless the stack is in host memory."""
+        device = weight.device if weight.is_meta or self.in_host else self._device
         weight, scale = to_stored(weight, scale, self.numerics, self.dtype, device)
         if scale is not None and self.input_format.fp8:
             check_fp8_input(self.in_features, self.input_format.group)
+        return weight, scale
+
+    @property
+    def opened_cache(self) -> ExpertCache:
+        """The `cache`. RuntimeError before `open_cache`."""
+        if self.cache is None:
+            raise RuntimeError(
+                "the experts stay in the checkpoint's files, and have no cache yet: load the model first"
+            )
+        return self.cache
+
+    def open_cache(self, slots: int, readers: ExpertReaders) -> None:
+        """Makes the cache of a layer whose experts stay in the checkpoint."""
+        self.cache = ExpertCache(self.unread, self.convert, slots, readers)
+
+    def one_expert(self) -> list[torch.Tensor]:
+        """Weight of one expert, and its scale if it has one: the first one's, or without values (`template`)."""
+        parts = self.template
+        if parts is None:
+            parts = self.weight[0], None if self.scale is None else self.scale[0]
+        return [part for part in parts if part is not None]
+
+    def read_expert(self, index: int) -> torch.Tensor:
+        """The weight of one expert of this rank, by number, as the op reads it."""
+        return self.weight[index] if self.template is None else self.convert(*self.unread[index]())[0]
+
+    def _load_expert(self, index: int, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
+        weight, scale = self.convert(weight, scale)
         if self.weight is None:
             self.weight = parameter(self._empty_stack(weight))
             self.scale = None if scale is None else parameter(self._empty_stack(scale))

@@ -58,8 +58,7 @@ class WeightSlot:
         elsewhere: the tensor belongs to another rank, and ``load`` is not called.
         block: rows and columns of an FP8 block.
         attach: called instead of ``load``: the tensor stays in the checkpoint, and is read while the model runs. Of
-            `SlotKind.ROWS`, with a function that reads rows by index ``[n]``; else with one that reads the tensor and
-            its scale, as ``load`` takes them.
+            `SlotKind.ROWS`, with a function that reads rows by index ``[n]``; else with an `UnreadWeight`.
         dense: bytes per value once it is loaded, of a weight without a scale; None: as stored.
         keeps_quantized: a weight with a scale is kept as stored; else it is dequantised, to ``dense`` bytes per value.
         in_host: the tensor is kept in host memory, whatever the device of the model.
@@ -71,7 +70,7 @@ class WeightSlot:
     shard: Shard | None = None
     elsewhere: bool = False
     block: int = 128
-    attach: Callable[[Callable[..., Any]], None] | None = None
+    attach: Callable[[Any], None] | None = None
     dense: int | None = None
     keeps_quantized: bool = True
     in_host: bool = False

@@ -49,6 +49,7 @@ from deepseek_attn.runner.ahead.compilation import Compilation, compiling_ahead,
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.cpu_threads import CpuThreads
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
+from deepseek_attn.runner.expert_caches import ExpertCaches, check_cache
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
 from deepseek_attn.utils.device import available_memory, total_memory
@@ -58,7 +59,18 @@ from deepseek_attn.utils.turns import in_turn
 from deepseek_attn.utils.workspace import Workspace
 
 Model = Backbone | AttentionStack
-FREED = ("model", "pools", "workspace", "manager", "builder", "drafter", "prefixes", "graphs", "tables")  # by `close`
+FREED = (
+    "model",
+    "pools",
+    "workspace",
+    "manager",
+    "builder",
+    "drafter",
+    "prefixes",
+    "graphs",
+    "tables",
+    "expert_caches",
+)  # fmt: skip  # by `close`
 
 
 @dataclass(repr=False)
@@ -73,6 +85,7 @@ class LoadedModel:
         prefixes: prefixes that engines keep for later requests; None without ``max_snapshots``.
         graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
         tables: looks rows of Engram tables up; None for a model without Engram layers.
+        expert_caches: of routed experts that stay in the checkpoint; None for experts elsewhere.
         reference_only: every op runs in plain torch (``backend="reference"``).
         graph_problem: why decode steps cannot be captured here; empty where they can.
         deterministic: a row's logits do not depend on the rest of the batch (`RunnerOptions`).
@@ -102,6 +115,7 @@ class LoadedModel:
     prefixes: PrefixCache | None
     graphs: DecodeGraphs | None
     tables: EngramTables | None
+    expert_caches: ExpertCaches | None
     reference_only: bool
     graph_problem: str
     deterministic: bool
@@ -160,6 +174,8 @@ class LoadedModel:
             self.compilation.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a prelaunched step may still run
+        if self.expert_caches is not None:
+            self.expert_caches.close()
         self.pools.clear()  # sequences and engines hold the manager, which holds the pools
         for name in FREED:
             del vars(self)[name]
@@ -289,6 +305,7 @@ def build_runner(
         model = family.build(layers, attention_only, max_model_len)
         layout = layout_of(model)
         family.workspace_rows(model, layout)  # refuses options before weights are loaded
+        check_cache(model, canonical.entries(), experts)
         memory, host_memory = load_memory(device, parallel)
         report = load_model(model, canonical, layers, attention_only, progress, memory, host_memory)
         if not isinstance(model, AttentionStack) and not report.mtp_loaded and len(model.mtp):
@@ -299,6 +316,7 @@ def build_runner(
         manager = CacheManager(pools)
         workspace = _bind_layers(family, model, pools)
         tables = _engram_tables(config, canonical, model, device)
+        expert_caches = ExpertCaches.open(model, experts, local_ranks(parallel))
         runner = cls(
             config=config,
             numerics=family.numerics,
@@ -316,6 +334,7 @@ def build_runner(
             prefixes=PrefixCache(manager) if max_snapshots else None,
             graphs=_decode_graphs(cuda_graphs, family, model, layout, tables),
             tables=tables,
+            expert_caches=expert_caches,
             reference_only=family.reference_only,
             graph_problem=family.graph_problem(),
             deterministic=deterministic,
@@ -335,9 +354,13 @@ def load_memory(device: torch.device, parallel: Parallel) -> tuple[int, int]:
 
     Rank 0 measures for all ranks, before any of them loads.
     """
-    ranks = environment("LOCAL_WORLD_SIZE", parallel.world)
-    host = parallel.share(available_memory()) // ranks
+    host = parallel.share(available_memory()) // local_ranks(parallel)
     return (host if device.type == "cpu" else total_memory(device)), host
+
+
+def local_ranks(parallel: Parallel) -> int:
+    """Ranks on this host."""
+    return environment("LOCAL_WORLD_SIZE", parallel.world)
 
 
 def _prepare_keys() -> Thread:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.models.block import AttentionStack, Backbone
-from deepseek_attn.models.moe import Experts
 
 ASKED = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 DEFAULT = torch.get_num_threads()
@@ -30,12 +30,13 @@ class CpuThreads:
     def __init__(self, model: Backbone | AttentionStack, config: AnyConfig, deterministic: bool):
         self.deterministic = deterministic
         self.share = config.num_experts_per_tok / config.n_routed_experts  # of the experts' weights, per token
-        experts = [module for module in model.layers.modules() if isinstance(module, Experts)]
-        routed = [p for module in experts for p in module.parameters()]
-        everything = list(model.layers.parameters())
-        self.routed_bytes, self.routed = sum(p.nbytes for p in routed), sum(p.numel() for p in routed)
-        self.other_bytes = sum(p.nbytes for p in everything) - self.routed_bytes
-        self.others = sum(p.numel() for p in everything) - self.routed
+        stacks = [module for module in model.layers.modules() if isinstance(module, ExpertLinear)]
+        routed = [(linear.experts, part) for linear in stacks for part in linear.one_expert()]
+        inside = {id(p) for linear in stacks for p in linear.parameters()}
+        others = [p for p in model.layers.parameters() if id(p) not in inside]
+        self.routed_bytes = sum(count * part.nbytes for count, part in routed)
+        self.routed = sum(count * part.numel() for count, part in routed)
+        self.other_bytes, self.others = sum(p.nbytes for p in others), sum(p.numel() for p in others)
 
     def seconds(self, tokens: int) -> float:
         """Estimated time of a step's products on one thread."""

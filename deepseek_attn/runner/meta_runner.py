@@ -5,37 +5,16 @@ It is built as every runner is, of one layer of each kind, from the headers of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
+from deepseek_attn.checkpoint.source import HeaderSource
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner.ahead.request import RunnerRequest
 from deepseek_attn.runner.build import LoadedModel, build_runner
 
 META = torch.device("meta")
-
-
-class HeaderSource(CheckpointSource):
-    """The tensors of a checkpoint without their values, on the device "meta"."""
-
-    def __init__(self, headers: dict[str, TensorInfo]):
-        self._headers = headers
-
-    def entries(self) -> dict[str, TensorInfo]:
-        return self._headers
-
-    def read(self, name: str) -> torch.Tensor:
-        info = self._headers[name]
-        dtype, shape = DTYPES[info.dtype], list(info.shape)
-        if dtype.bits < 8 * dtype.torch.itemsize:  # packed
-            shape[-1] = shape[-1] * dtype.bits // (8 * dtype.torch.itemsize)
-        return torch.empty(shape, dtype=dtype.torch, device=META)
-
-    def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
-        return range(vocab_size)  # no step looks tokens up
 
 
 class MetaRanks(Parallel):

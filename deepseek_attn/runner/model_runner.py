@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar, Unpack
 
 import torch
+from torch import nn
 
 from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.cache.files import make_fingerprint
@@ -22,6 +23,7 @@ from deepseek_attn.config.options import as_list
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.step_batch import StepBatch
 from deepseek_attn.layers.engram import Chunk, Lookup
+from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.parallel import StepNeeds
 from deepseek_attn.models.block import Backbone, layer_specs
 from deepseek_attn.models.moe import MoE
@@ -200,7 +202,8 @@ class ModelRunner(LoadedModel):
 
     def fingerprint(self) -> dict[str, str]:
         """Digests of all that cached bytes depend on: ``model``, ``numerics`` and ``layout``, and the ``rank``."""
-        digests = make_fingerprint(self.config, self.numerics, self.dtype, self.layout, self.model, self.deterministic)
+        weights = _sampled_weights(self.model)
+        digests = make_fingerprint(self.config, self.numerics, self.dtype, self.layout, weights, self.deterministic)
         return digests | {"rank": f"{self.parallel.rank} of {self.parallel.world}"}
 
     @in_turn
@@ -655,3 +658,13 @@ class ModelRunner(LoadedModel):
 def chunks_of(rows: Batch) -> list[Chunk]:
     """The tokens that a step computes of each sequence."""
     return [Chunk(sequence.token_ids, sequence.num_computed, n) for sequence, n in rows]
+
+
+def _sampled_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All weights, but of routed experts the first one's alone: the others may be in the checkpoint's files."""
+    weights = dict(model.state_dict())
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertLinear):
+            weights.pop(f"{path}.scale", None)
+            weights[f"{path}.weight"] = module.read_expert(0)
+    return weights

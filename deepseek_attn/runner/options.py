@@ -36,8 +36,11 @@ class RunnerOptions(TypedDict, total=False):
         max_rollback: tokens that ``truncate`` rolls back without recomputing.
         max_snapshots: prefixes that an engine keeps for later requests; 0 disables prefix reuse.
         kv_cache_bytes: bytes of all caches; default: enough for ``max_num_seqs`` sequences of ``max_model_len``.
-        expert_memory: where routed experts are kept: ``gpu``, all on the device; or ``host``, in pinned host memory.
-        expert_cache_bytes: bytes of experts that the GPU keeps with ``host``; default: by the memory that is free.
+        expert_memory: where routed experts are kept: ``gpu``, all on the device; ``host``, in pinned host memory; or
+            ``disk``, in the checkpoint's files. With the last two the device keeps a part of them, and results have the
+            same bits. docs/expert_memory.md has the costs.
+        expert_cache_bytes: bytes of experts that the GPU (of a CPU: RAM) keeps with ``host`` and ``disk``; default: by
+            the memory that is free.
         cuda_graphs: replay decode steps as CUDA graphs, captured when a size is first met; default: where every op
             of the step has a kernel, but for DeepSeek-V4.1, whose graphs wait until all Engram rows have been read.
         deterministic: a row's logits (the bits) do not depend on its batch, chunks of its prompt, preemption, prefix

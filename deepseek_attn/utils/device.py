@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -54,6 +55,16 @@ def available_memory() -> int:
     except (OSError, ValueError, KeyError):  # no such files, or no limit
         pass
     return max(0, min(found))
+
+
+def peak_memory() -> int:
+    """Largest resident memory of this process so far, in bytes; 0 where it is not known."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class PinnedMemory:
