@@ -84,6 +84,7 @@ class ExpertCache:
 
     def begin(self, needed: list[int]) -> int:
         """Begins a step that uses ``needed``, in increasing order; returns how many of them are in memory."""
+        self.end()  # of a step whose end was interrupted
         for expert in self._counts:
             self._counts[expert] *= DECAY
         for expert in needed:
