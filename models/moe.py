@@ -22,7 +22,7 @@ from deepseek_attn.kernels.moe import (
     moe_route,
     swiglu,
 )
-from deepseek_attn.layers.expert_cache import ExpertCache
+from deepseek_attn.layers.expert_files import ExpertFileCache
 from deepseek_attn.layers.expert_memory import DISK, HOST, RESIDENT, ExpertMemory
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
@@ -206,11 +206,11 @@ class Experts(CheckpointModule):
     @contextmanager
     def _cached_stacks(self, experts: torch.Tensor) -> Iterator[list[ExpertStack]]:
         """Stacks that read the experts of a step from the checkpoint's files as the op reaches them."""
-        needed = [expert for expert in experts.unique().tolist() if expert >= 0]  # in increasing order
+        tokens = needed_experts(experts)
         caches = [linear.opened_cache for linear in self.projections]
         try:
-            hits = [cache.begin(needed) for cache in caches]
-            caches[0].stats.count(hits[0], len(needed))
+            hits = [cache.begin(tokens) for cache in caches]
+            caches[0].stats.count(hits[0], len(tokens))
             yield [_lazy_stack(linear) for linear in self.projections]
         finally:
             for cache in caches:
@@ -223,10 +223,16 @@ def _stack(linear: ExpertLinear) -> ExpertStack:
     return ExpertStack(weights["weight"], weights["scale"], linear._buffers["exponent"])
 
 
+def needed_experts(experts: torch.Tensor) -> dict[int, int]:
+    """Tokens that use each expert of a routing ``[T, k]``, by its number in increasing order; waits for the device."""
+    found = experts.unique(return_counts=True)
+    return {expert: count for expert, count in zip(*(part.tolist() for part in found), strict=True) if expert >= 0}
+
+
 class _CachedRows:
     """One tensor of each expert of a cache, indexed by expert as that of a stack."""
 
-    def __init__(self, cache: ExpertCache, part: int):
+    def __init__(self, cache: ExpertFileCache, part: int):
         self.cache, self.part = cache, part
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.kernels.common.quant import InputFormat, row_exponents
 from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
-from deepseek_attn.layers.expert_cache import ExpertCache, ExpertReaders, StoredPair
+from deepseek_attn.layers.expert_files import ExpertFileCache, ExpertReaders, StoredPair
 from deepseek_attn.layers.expert_memory import DISK, HOST, RESIDENT, ExpertMemory, UnreadWeight
 from deepseek_attn.layers.weights import CheckpointModule, SlotKind, WeightSlot, check_fp8_input, parameter, to_stored
 from deepseek_attn.utils.device import pinned_empty
@@ -34,7 +34,7 @@ class ExpertLinear(CheckpointModule):
     """
 
     template: StoredPair | None = None
-    cache: ExpertCache | None = None
+    cache: ExpertFileCache | None = None
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ExpertLinear(CheckpointModule):
         return weight, scale
 
     @property
-    def opened_cache(self) -> ExpertCache:
+    def opened_cache(self) -> ExpertFileCache:
         """The `cache`. RuntimeError before `open_cache`."""
         if self.cache is None:
             raise RuntimeError(
@@ -112,7 +112,7 @@ class ExpertLinear(CheckpointModule):
 
     def open_cache(self, slots: int, readers: ExpertReaders) -> None:
         """Makes the cache of a layer whose experts stay in the checkpoint."""
-        self.cache = ExpertCache(self.unread, self.convert, slots, readers)
+        self.cache = ExpertFileCache(self.unread, self.convert, slots, readers)
 
     def one_expert(self) -> list[torch.Tensor]:
         """Weight of one expert, and its scale if it has one: the first one's, or without values (`template`)."""

@@ -40,7 +40,7 @@ from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.dispatch import problem_on, reference_ops
 from deepseek_attn.kernels.common.invariance import batch_invariant_ops
 from deepseek_attn.layers.engram import Engram, EngramTables
-from deepseek_attn.layers.expert_memory import GPU, ExpertMemory
+from deepseek_attn.layers.expert_memory import DISK, GPU, ExpertMemory
 from deepseek_attn.layers.launch import environment
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, Backbone, layer_specs
@@ -49,7 +49,7 @@ from deepseek_attn.runner.ahead.compilation import Compilation, compiling_ahead,
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.cpu_threads import CpuThreads
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
-from deepseek_attn.runner.expert_caches import ExpertCaches, check_cache
+from deepseek_attn.runner.expert_files import ExpertFiles, check_cache
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
 from deepseek_attn.utils.device import available_memory, total_memory
@@ -69,7 +69,7 @@ FREED = (
     "prefixes",
     "graphs",
     "tables",
-    "expert_caches",
+    "expert_files",
 )  # fmt: skip  # by `close`
 
 
@@ -85,7 +85,7 @@ class LoadedModel:
         prefixes: prefixes that engines keep for later requests; None without ``max_snapshots``.
         graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
         tables: looks rows of Engram tables up; None for a model without Engram layers.
-        expert_caches: of routed experts that stay in the checkpoint; None for experts elsewhere.
+        expert_files: of routed experts that stay in the checkpoint; None for experts elsewhere.
         reference_only: every op runs in plain torch (``backend="reference"``).
         graph_problem: why decode steps cannot be captured here; empty where they can.
         deterministic: a row's logits do not depend on the rest of the batch (`RunnerOptions`).
@@ -115,7 +115,7 @@ class LoadedModel:
     prefixes: PrefixCache | None
     graphs: DecodeGraphs | None
     tables: EngramTables | None
-    expert_caches: ExpertCaches | None
+    expert_files: ExpertFiles | None
     reference_only: bool
     graph_problem: str
     deterministic: bool
@@ -174,8 +174,8 @@ class LoadedModel:
             self.compilation.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a prelaunched step may still run
-        if self.expert_caches is not None:
-            self.expert_caches.close()
+        if self.expert_files is not None:
+            self.expert_files.close()
         self.pools.clear()  # sequences and engines hold the manager, which holds the pools
         for name in FREED:
             del vars(self)[name]
@@ -275,6 +275,8 @@ def build_runner(
     keys = None if attention.reference_only or problem_on(device) else _prepare_keys()
     experts = ExpertMemory(expert_memory, expert_cache_bytes)
     family = get_family(config, numerics, dtype, device, attention, parallel, experts)
+    if experts.kind == DISK and device.type == "cuda" and not family.reference_only:
+        raise ValueError("expert_memory='disk' with a GPU: use 'host', or device='cpu'")
     limit = config.max_position_embeddings
     max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
     layers = None if layers is None else as_list(layers, "layers: numbers of layers")
@@ -316,7 +318,7 @@ def build_runner(
         manager = CacheManager(pools)
         workspace = _bind_layers(family, model, pools)
         tables = _engram_tables(config, canonical, model, device)
-        expert_caches = ExpertCaches.open(model, experts, local_ranks(parallel))
+        expert_files = ExpertFiles.open(model, experts, local_ranks(parallel))
         runner = cls(
             config=config,
             numerics=family.numerics,
@@ -334,7 +336,7 @@ def build_runner(
             prefixes=PrefixCache(manager) if max_snapshots else None,
             graphs=_decode_graphs(cuda_graphs, family, model, layout, tables),
             tables=tables,
-            expert_caches=expert_caches,
+            expert_files=expert_files,
             reference_only=family.reference_only,
             graph_problem=family.graph_problem(),
             deterministic=deterministic,

@@ -11,11 +11,11 @@ import torch
 from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.checkpoint.source import CheckpointSource
-from deepseek_attn.layers import expert_cache
-from deepseek_attn.layers.expert_cache import ExpertCache
+from deepseek_attn.layers import expert_files
+from deepseek_attn.layers.expert_files import ExpertFileCache
 from deepseek_attn.layers.expert_memory import ExpertStats
 from deepseek_attn.layers.experts import ExpertLinear
-from deepseek_attn.runner.expert_caches import FREE_SHARE
+from deepseek_attn.runner.expert_files import FREE_SHARE
 from tests.support import v32_cases, v41_cases
 from tests.support.interruptions import InterruptBefore
 from tests.support.small_models import prompt, small_config, small_runner
@@ -48,7 +48,7 @@ def one_of_each(source: CheckpointSource) -> int:
     return sum(info.nbytes for name, info in source.entries().items() if ".experts.0." in name)
 
 
-def caches(runner) -> list[ExpertCache]:
+def caches(runner) -> list[ExpertFileCache]:
     return [module.opened_cache for module in runner.model.modules() if isinstance(module, ExpertLinear)]
 
 
@@ -74,12 +74,12 @@ def test_same_bits_with_any_cache(family, numerics, stored):
         with make(
             config, source, numerics=numerics, expert_memory="disk", expert_cache_bytes=one * slots + 7
         ) as runner:
-            assert runner.expert_caches.slots == slots
+            assert runner.expert_files.slots == slots
             for left, right in zip(chunked, runner.score(texts, chunk_size=7), strict=True):
                 assert torch.equal(left, right)
             assert torch.equal(single[0], runner.score(texts[2:], chunk_size=1)[0])
             assert all(len(cache.held) <= slots for cache in caches(runner))
-            stats = runner.expert_caches.stats
+            stats = runner.expert_files.stats
             if slots == config.n_routed_experts:  # each expert was read once, and only if a token chose it
                 read = sum(cache._weights[expert].nbytes for cache in caches(runner) for expert in cache.held)
                 assert stats.bytes_read == read
@@ -136,11 +136,11 @@ def test_default_cache_is_a_part_of_the_free_memory(monkeypatch):
     source = RandomSource(v4(), 1)
     monkeypatch.setattr("deepseek_attn.runner.build.available_memory", lambda: 10**9)
     monkeypatch.setattr(
-        "deepseek_attn.runner.expert_caches.available_memory", lambda: 3 * one_of_each(source) / FREE_SHARE
+        "deepseek_attn.runner.expert_files.available_memory", lambda: 3 * one_of_each(source) / FREE_SHARE
     )
     runner = small_runner(v4(), source, expert_memory="disk")
-    assert (runner.expert_caches.slots, runner.expert_caches.experts) == (3, 8)
-    assert runner.expert_caches.nbytes == 3 * one_of_each(source)
+    assert (runner.expert_files.slots, runner.expert_files.experts) == (3, 8)
+    assert runner.expert_files.nbytes == 3 * one_of_each(source)
 
 
 def test_refused_before_anything_is_read(monkeypatch):
@@ -185,11 +185,11 @@ def test_an_interrupted_step_leaves_nothing_behind(directory):
     text = prompt(v4(), 20)
     runner = on_disk(directory, 2).runner
     expected = runner.score([text])[0]
-    with InterruptBefore(files=(expert_cache.__file__,)) as seen:
+    with InterruptBefore(files=(expert_files.__file__,)) as seen:
         runner.score([text])
     assert len(seen.lines) > 20
     for line in seen.lines:
-        with InterruptBefore(line, files=(expert_cache.__file__,)):
+        with InterruptBefore(line, files=(expert_files.__file__,)):
             runner.score([text])
         assert all(len(cache.held) <= 2 for cache in caches(runner))
         assert torch.equal(runner.score([text])[0], expected)
@@ -206,7 +206,7 @@ def test_closing_ends_the_threads(directory):
         thread.join(20)
         assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
-        _ = llm.runner.expert_caches
+        _ = llm.runner.expert_files
     llm = on_disk(directory, 2)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
     readers = [thread for thread in threading.enumerate() if thread.name.startswith("experts")]
@@ -233,7 +233,7 @@ class ManualReaders:
 def step(cache, readers, needed) -> tuple[int, list[int]]:
     """(hits, experts that were read) of a step that uses ``needed``."""
     readers.begun.clear()
-    hits = cache.begin(needed)
+    hits = cache.begin(dict.fromkeys(needed, 1))
     for expert in needed:
         assert cache.get(expert)[0] == expert
         assert cache.get(expert)[0] == expert
@@ -244,7 +244,7 @@ def step(cache, readers, needed) -> tuple[int, list[int]]:
 
 def test_least_used_experts_are_evicted_first():
     readers = ManualReaders()
-    cache = ExpertCache({number: number for number in range(8)}, lambda *pair: pair, 3, readers)
+    cache = ExpertFileCache({number: number for number in range(8)}, lambda *pair: pair, 3, readers)
     assert step(cache, readers, [2, 5, 7]) == (0, [2, 5, 7])
     assert step(cache, readers, [2, 5]) == (2, [])
     assert step(cache, readers, [2, 3]) == (1, [3])  # in the place of 7, used once
@@ -257,7 +257,7 @@ def test_least_used_experts_are_evicted_first():
 
 def test_equal_counts_evict_the_lowest_number():
     readers = ManualReaders()
-    cache = ExpertCache({number: number for number in range(8)}, lambda *pair: pair, 3, readers)
+    cache = ExpertFileCache({number: number for number in range(8)}, lambda *pair: pair, 3, readers)
     step(cache, readers, [1, 4, 6])
     step(cache, readers, [5])
     assert cache.held == [4, 5, 6]
@@ -265,7 +265,7 @@ def test_equal_counts_evict_the_lowest_number():
 
 def test_a_step_that_needs_more_than_there_are_slots_reads_each_once():
     readers = ManualReaders()
-    cache = ExpertCache({number: number for number in range(8)}, lambda *pair: pair, 4, readers)
+    cache = ExpertFileCache({number: number for number in range(8)}, lambda *pair: pair, 4, readers)
     assert step(cache, readers, list(range(8))) == (0, list(range(8)))
     assert cache.held == [4, 5, 6, 7]
     hits, read = step(cache, readers, list(range(8)))

@@ -12,7 +12,6 @@ from deepseek_attn.layers.expert_memory import ExpertStats, UnreadWeight
 
 READERS = 8  # threads: a single one reads at a fraction of the rate of an NVMe disk
 READ_AHEAD = 2 * READERS  # reads of a projection that are begun before their experts are used
-DECAY = 0.98  # of the counts of uses, per step of a layer
 
 StoredPair = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -37,7 +36,15 @@ class ExpertReaders:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class ExpertCache:
+def count_uses(uses: dict[int, int], tokens: Mapping[int, int]) -> None:
+    """Updates decayed counts of use with the tokens of a step that use each expert, as `fetch_experts` does."""
+    for expert, count in uses.items():
+        uses[expert] = count - count // 256
+    for expert, count in tokens.items():
+        uses[expert] += 4096 * min(count, 255)
+
+
+class ExpertFileCache:
     """At most ``slots`` experts of one projection in host memory, as the checkpoint stores them.
 
     A step calls `begin` with the experts that it needs, `get` in their order, and `end`. Reads are begun ahead of their
@@ -60,7 +67,7 @@ class ExpertCache:
     ):
         self.slots, self._weights, self._convert, self._readers = slots, weights, convert, readers
         self._held: dict[int, Future[StoredPair]] = {}
-        self._counts = dict.fromkeys(weights, 0.0)
+        self._uses = dict.fromkeys(weights, 0)
         self._unused: set[int] = set()  # experts that the step has yet to use, the one in use included
         self._unread: list[int] = []  # experts of the step that are not held, in increasing order
         self._coming: set[int] = set()  # experts that the step reads and has yet to use
@@ -82,13 +89,15 @@ class ExpertCache:
         """Numbers of the experts in memory, in increasing order."""
         return sorted(self._held)
 
-    def begin(self, needed: list[int]) -> int:
-        """Begins a step that uses ``needed``, in increasing order; returns how many of them are in memory."""
+    def begin(self, tokens: Mapping[int, int]) -> int:
+        """Begins a step; returns how many of the experts that it needs are in memory.
+
+        Args:
+            tokens: number of tokens that use an expert, by its number, in increasing order.
+        """
         self.end()  # of a step whose end was interrupted
-        for expert in self._counts:
-            self._counts[expert] *= DECAY
-        for expert in needed:
-            self._counts[expert] += 1
+        count_uses(self._uses, tokens)
+        needed = list(tokens)
         self._unused = set(needed)
         self._unread = [expert for expert in needed if expert not in self._held]
         hits = len(needed) - len(self._unread)
@@ -130,7 +139,7 @@ class ExpertCache:
         """Frees a slot for ``expert``; returns whether there was one."""
         done = [number for number in self._held if number not in self._unused]
         if done:
-            del self._held[min(done, key=lambda number: (self._counts[number], number))]
+            del self._held[min(done, key=lambda number: (self._uses[number], number))]
             return True
         later = [number for number in self._held if number not in self._coming and number > expert]
         in_use = len(self._coming) + (self._current in self._held)

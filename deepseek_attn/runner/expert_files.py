@@ -9,7 +9,7 @@ from torch import nn
 
 from deepseek_attn.checkpoint.source import TensorInfo
 from deepseek_attn.checkpoint.stored_weights import scale_name
-from deepseek_attn.layers.expert_cache import ExpertReaders
+from deepseek_attn.layers.expert_files import ExpertReaders
 from deepseek_attn.layers.expert_memory import DISK, ExpertMemory, ExpertStats
 from deepseek_attn.layers.weights import checkpoint_slots
 from deepseek_attn.models.moe import Experts
@@ -20,7 +20,7 @@ FREE_SHARE = 0.5  # of the free memory, which experts take without ``expert_cach
 
 
 @dataclass
-class ExpertCaches:
+class ExpertFiles:
     """The caches of all layers whose experts stay in the checkpoint.
 
     Attributes:
@@ -35,7 +35,7 @@ class ExpertCaches:
     readers: ExpertReaders
 
     @classmethod
-    def open(cls, model: nn.Module, memory: ExpertMemory, ranks: int) -> ExpertCaches | None:
+    def open(cls, model: nn.Module, memory: ExpertMemory, ranks: int) -> ExpertFiles | None:
         """Gives each layer its cache; None for a model whose experts are elsewhere.
 
         Args:
