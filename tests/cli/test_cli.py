@@ -19,7 +19,7 @@ from deepseek_attn import ModelConfig, ModelRunner
 from deepseek_attn.cli import main
 from deepseek_attn.cli.options import parse_bytes
 from deepseek_attn.runner import TokenRecords
-from tests.support.small_models import three_layers
+from tests.support.small_models import two_layers
 
 IMPORTS = """
 import gc, sys
@@ -38,7 +38,7 @@ with joined_ranks(args):
 def checkpoint(tmp_path_factory):
     """Made by the command line itself, from a config file."""
     folder = tmp_path_factory.mktemp("cli")
-    config = three_layers()
+    config = two_layers()
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     directory = folder / "model"
     assert (

@@ -16,7 +16,7 @@ from deepseek_attn.engine.llm import TextStream
 from deepseek_attn.engine.request import Request
 from deepseek_attn.text.chat import encode_messages
 from tests.support.exit_codes import exit_code
-from tests.support.small_models import three_layers
+from tests.support.small_models import two_layers
 
 MAX_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    config = three_layers()
+    config = two_layers()
     return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
 
 

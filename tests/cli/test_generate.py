@@ -21,12 +21,12 @@ from deepseek_attn.cli.observe import describe_run, stats_printer
 from deepseek_attn.cli.prompts import PromptLine, parse_line
 from deepseek_attn.engine.stats import EngineStats, StepStats
 from tests.support.exit_codes import exit_code
-from tests.support.small_models import three_layers
+from tests.support.small_models import two_layers
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    config = three_layers()
+    config = two_layers()
     return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
 
 

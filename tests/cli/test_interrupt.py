@@ -19,7 +19,7 @@ import pytest
 
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
-from tests.support.small_models import three_layers
+from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
 
 COMMAND = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main; sys.exit(main())"]
@@ -27,7 +27,7 @@ COMMAND = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    config = three_layers()
+    config = two_layers()
     return write_checkpoint(RandomSource(config, seed=5), config, tmp_path_factory.mktemp("model") / "m")
 
 

@@ -16,7 +16,7 @@ import torch
 from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.text.tokenizer import REPLACEMENT
-from tests.support.small_models import three_layers
+from tests.support.small_models import two_layers
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NEEDED = "needs the openai package, starlette and uvicorn: pip install openai 'deepseek-attn[serve]'"
@@ -36,7 +36,7 @@ CALLS = (
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    config = three_layers()
+    config = two_layers()
     path = write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
     with LLM(path, device="cpu", progress=False, max_model_len=3000, max_num_seqs=4) as model:
         yield model

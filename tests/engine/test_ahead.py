@@ -17,7 +17,7 @@ from deepseek_attn.runner import ModelRunner, StepOptions
 from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep, DraftStep, StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
 from tests.support.requests import finish, greedy, prompt
-from tests.support.small_models import three_layers
+from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
 
 OPTIONS = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 256}
@@ -34,7 +34,7 @@ class Waiting(NextToken):
 def machine():
     """Where the tests run, and a runner there with persistent tensors: captured as CUDA graphs on a GPU."""
     device = torch.device(os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu"))
-    config = three_layers() if device.type == "cpu" else "tiny_gpu"
+    config = two_layers() if device.type == "cpu" else "tiny_gpu"
     return ModelRunner.from_config(
         config, device=device, numerics="exact", dtype="float32", cuda_graphs=False, max_snapshots=4, **OPTIONS
     )
@@ -67,11 +67,11 @@ def generate(runner, prompts, params, decoder=None) -> list[list[int]]:
     return [request.completion().token_ids for request in requests]
 
 
-PROMPTS = [prompt(n, n) for n in (1, 62, 40, 127)]
+PROMPTS = [prompt(n, n) for n in (1, 62, 58, 127)]
 
 
 def test_one_run_a_step_over_page_borders(runner, runs):
-    lengths = [8, 10, 30, 8]  # 62 + 10 and 40 + 30 tokens go over the page of 64
+    lengths = [8, 5, 9, 8]  # 62 + 5 and 58 + 9 tokens go over the page of 64
     expected = generate(runner, PROMPTS, [greedy(n) for n in lengths], Waiting())
     waited = len(runs)
     assert generate(runner, PROMPTS, [greedy(n) for n in lengths]) == expected
@@ -96,25 +96,25 @@ def test_the_next_step_is_launched_early(runner, runs):
 
 def test_a_request_that_stops_leaves_the_others(runner, runs):
     """At a stop token, which nobody knows before; the rows of the others count."""
-    expected = generate(runner, PROMPTS, [greedy(30)] * 4)
-    stop = next(token for i, token in enumerate(expected[1]) if i > 8 and token not in expected[1][:i])
+    expected = generate(runner, PROMPTS, [greedy(16)] * 4)
+    stop = next(token for i, token in enumerate(expected[1]) if i > 5 and token not in expected[1][:i])
     end = expected[1].index(stop) + 1
     runs.clear()
-    params = [greedy(30)] + [greedy(30, stop_token_ids=(stop,))] + [greedy(30)] * 2
+    params = [greedy(16)] + [greedy(30, stop_token_ids=(stop,))] + [greedy(16)] * 2
     found = generate(runner, PROMPTS, params)
     assert found == [expected[0], expected[1][:end], *expected[2:]]
-    assert len(runs) == 29
+    assert len(runs) == 15
 
 
 def test_others_come_and_go(runner, runs):
-    expected = generate(runner, PROMPTS, [greedy(30)] * 4)
+    expected = generate(runner, PROMPTS, [greedy(16)] * 4)
     runs.clear()
     engine = Engine(runner)
-    first = [engine.add_request(p, greedy(30)) for p in PROMPTS[:2]]
+    first = [engine.add_request(p, greedy(16)) for p in PROMPTS[:2]]
     for _ in range(5):
         engine.step()
     ran = len(runs)
-    second = [engine.add_request(p, greedy(30)) for p in PROMPTS[2:]]
+    second = [engine.add_request(p, greedy(16)) for p in PROMPTS[2:]]
     engine.step()
     assert len(runs) == ran  # the step that was launched early is used
     assert engine.last_step.decodes == 2
@@ -127,7 +127,7 @@ def test_others_come_and_go(runner, runs):
     finish(engine)
     found = [request.completion().token_ids for request in first + second]
     assert found[1:] == expected[1:]
-    assert 5 < len(found[0]) < 30
+    assert 5 < len(found[0]) < 16
     assert found[0] == expected[0][: len(found[0])]
 
 
@@ -135,7 +135,7 @@ def test_nobody_left(runner):
     """The only request is cancelled while a step of it is launched; the next one starts at once."""
     expected = generate(runner, PROMPTS[1:2], [greedy(9)])
     engine = Engine(runner)
-    request = engine.add_request(PROMPTS[0], greedy(30))
+    request = engine.add_request(PROMPTS[0], greedy(16))
     for _ in range(4):
         engine.step()
     assert runner.next_step_launched
@@ -196,7 +196,7 @@ def test_drawn_tokens_wait(runner, runs):
 
 def test_no_page_left(runner, runs, monkeypatch):
     """Room for each step, and never for the one after it."""
-    expected = generate(runner, PROMPTS, [greedy(20)] * 4)
+    expected = generate(runner, PROMPTS, [greedy(10)] * 4)
     launch = runner._launch_next_step
 
     def full(batch):
@@ -209,17 +209,18 @@ def test_no_page_left(runner, runs, monkeypatch):
         assert not runner.next_step_launched
 
     monkeypatch.setattr(runner, "_launch_next_step", tight)
-    assert generate(runner, PROMPTS, [greedy(20)] * 4) == expected
-    assert len(runs) == 2 * 19
+    assert generate(runner, PROMPTS, [greedy(10)] * 4) == expected
+    assert len(runs) == 2 * 9
 
 
 def test_snapshots_of_what_was_generated(runner, runs, monkeypatch):
     """No step is launched early before the prefix cache shares pages: it would have to copy them."""
-    params = [greedy(n) for n in (10, 70, 20, 8)]  # two fill a block of 128 tokens
-    expected = generate(runner, PROMPTS, params)
+    prompts = [prompt(n, n) for n in (1, 120, 40, 127)]
+    params = [greedy(n) for n in (6, 12, 9, 8)]  # two fill a block of 128 tokens
+    expected = generate(runner, prompts, params)
     ran = len(runs)
     monkeypatch.setattr(runner, "prefixes", PrefixCache(runner.manager))
-    assert generate(runner, PROMPTS, params) == expected
+    assert generate(runner, prompts, params) == expected
     assert len(runner.prefixes)
     assert len(runs) == 2 * ran
     runner.prefixes.clear()
@@ -228,7 +229,7 @@ def test_snapshots_of_what_was_generated(runner, runs, monkeypatch):
 def test_broken_logits_fail_alone(runner, monkeypatch):
     if runner.device.type != "cpu":
         pytest.skip("a captured step calls no Python")
-    expected = generate(runner, PROMPTS, [greedy(20)] * 4)
+    expected = generate(runner, PROMPTS, [greedy(10)] * 4)
     logits, calls = runner.model.logits, []
 
     def broken(streams):
@@ -240,7 +241,7 @@ def test_broken_logits_fail_alone(runner, monkeypatch):
 
     monkeypatch.setattr(runner.model, "logits", broken)
     engine = Engine(runner)
-    requests = [engine.add_request(p, greedy(20)) for p in PROMPTS]
+    requests = [engine.add_request(p, greedy(10)) for p in PROMPTS]
     finish(engine)
     assert [r.finish_reason for r in requests] == ["length", "length", "error", "length"]
     assert "NaN" in requests[2].error
@@ -253,18 +254,18 @@ def test_broken_logits_fail_alone(runner, monkeypatch):
 @pytest.mark.parametrize("num_drafts", tiered([1, 3], [3]))
 def test_drafts_over_persistent_tensors(runner, runs, num_drafts, monkeypatch):
     """The MTP layer's drafts, captured or not, are those of eager passes; the tokens are those without speculation."""
-    expected, step, found = generate(runner, PROMPTS, [greedy(20)] * 4), runner.step, []
+    expected, step, found = generate(runner, PROMPTS, [greedy(10)] * 4), runner.step, []
 
     def recorded(batch, options):
         found.append([sequence.token_ids[sequence.num_computed :][:n] for sequence, n in batch])
         return step(batch, options)
 
     monkeypatch.setattr(runner, "step", recorded)
-    assert generate(runner, PROMPTS, [greedy(20)] * 4, MTPSpeculation(runner, num_drafts)) == expected
+    assert generate(runner, PROMPTS, [greedy(10)] * 4, MTPSpeculation(runner, num_drafts)) == expected
     assert {(type(step), step.size.num_drafts) for step in runs[-9:]} == {(DecodeStep, num_drafts)}
     persistent, found, runner.graphs = found, [], None
     runs.clear()
-    assert generate(runner, PROMPTS, [greedy(20)] * 4, MTPSpeculation(runner, num_drafts)) == expected
+    assert generate(runner, PROMPTS, [greedy(10)] * 4, MTPSpeculation(runner, num_drafts)) == expected
     assert not runs
     assert found == persistent
 

@@ -22,6 +22,7 @@ from tests.engine.test_interruptions import LIBRARY, InterruptBefore
 from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked
 from tests.support.requests import finish, prompt
+from tests.support.tiers import tiered
 
 OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_batched_tokens": 60, "progress": False}
 PARAMS = SamplingParams(n=3, seed=11, max_tokens=7, ignore_eos=True, frequency_penalty=0.5)
@@ -77,7 +78,10 @@ def test_more_completions_than_run_at_once(llm):
     assert leaked(llm.engine) == {}
 
 
-@pytest.mark.parametrize("options", [{}, {"max_snapshots": 4}, {"max_rollback": 6}], ids=str)
+OPTIONS_BESIDE = [{}, {"max_snapshots": 4}, {"max_rollback": 6}]
+
+
+@pytest.mark.parametrize("options", tiered(OPTIONS_BESIDE, OPTIONS_BESIDE[1:]), ids=str)
 def test_drafts_and_snapshots(folder, expected, monkeypatch, options):
     runner = ModelRunner.from_pretrained(folder, max_num_seqs=4, **OPTIONS | options)
     texts = [ids + tokens for ids, found in zip(PROMPTS, expected, strict=True) for tokens in found]
@@ -130,8 +134,9 @@ def test_a_first_that_fails_leaves_the_prompt_to_the_others(llm, expected):
         assert leaked(llm.engine) == {}
 
 
-def test_interrupted_where_the_prompt_is_shared(llm, expected):
-    """Before any line of the functions that share it, the same tokens come, and no page is lost."""
+@pytest.mark.parametrize("every", tiered([1, 4], [4]))
+def test_interrupted_where_the_prompt_is_shared(llm, expected, every):
+    """Before every so many lines of the functions that share it: the same tokens come, and no page is lost."""
     engine, params = llm.engine, SamplingParams(**vars(PARAMS) | {"max_tokens": 2})
     request = engine.add_request(PROMPTS[1], params, index=1)
     lines = {}
@@ -146,7 +151,7 @@ def test_interrupted_where_the_prompt_is_shared(llm, expected):
         sharing |= {(Path(function.__code__.co_filename).name, start + i) for i in range(len(source))}
     chosen = [line for line in lines if (Path(line.file).name, line.number) in sharing]
     assert len(chosen) > 30
-    for line in chosen:
+    for line in chosen[::every]:
         request, fired = engine.add_request(PROMPTS[1], params, index=1), False
         while engine.has_unfinished:
             with InterruptBefore(None if fired else line, LIBRARY) as trace:

@@ -47,8 +47,7 @@ def config_of(device: torch.device, family: str, numerics: str = "exact") -> Mod
     if family == "v41":
         return ModelConfig.from_preset("tiny_v41") if device.type == "cpu" else v41_config()
     if device.type == "cpu":
-        ratios = RATIOS if numerics == "exact" else RATIOS[::2]  # others take several times as long
-        return small_config(ratios, mtp=1) if family == "v4" else v32_cases.small(num_nextn_predict_layers=1)
+        return small_config(RATIOS[:2], mtp=1) if family == "v4" else v32_cases.small(num_nextn_predict_layers=1)
     config = large().configs[family]
     return config.replace(num_hidden_layers=4, compress_ratios=[*RATIOS, 0]) if family == "v4" else config
 

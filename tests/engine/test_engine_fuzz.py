@@ -127,7 +127,7 @@ class Fuzz:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_workload(variant, seed):
     fuzz = Fuzz(seed, VARIANTS[variant])
-    fuzz.run(70)
+    fuzz.run(45)
     fuzz.check_outputs()
     fuzz.check_nothing_is_left()
     reasons = fuzz.engine.stats.finished
@@ -135,11 +135,11 @@ def test_random_workload(variant, seed):
     assert reasons["length"] > 5
 
 
-@pytest.mark.parametrize("variant", tiered(["few_entries", "all_short", "v32_short"], ["few_entries", "v32_short"]))
+@pytest.mark.parametrize("variant", tiered(["few_entries", "all_short", "v32_short"], ["few_entries"]))
 def test_long_answers_outgrow_the_pools(variant):
     """Requests are admitted for what they are, and grow: some lose their caches and compute their tokens again."""
     fuzz = Fuzz(1, VARIANTS[variant], most_new=300)
-    fuzz.run(60)
+    fuzz.run(40)
     fuzz.check_outputs()
     fuzz.check_nothing_is_left()
     assert fuzz.engine.stats.preempted > 0
@@ -170,7 +170,7 @@ SHARING = (
 )
 
 
-@pytest.mark.parametrize("variant", tiered(SHARING, ["few_states", "all_short", "v32_short"]))
+@pytest.mark.parametrize("variant", tiered(SHARING, ["all_short", "v32_short"]))
 def test_completions_of_one_prompt(variant):
     """They share its pages, as far as there are any, and are cancelled, preempted and evicted like others."""
     fuzz = Fuzz(3, VARIANTS[variant], most_completions=6)

@@ -36,7 +36,7 @@ from tests.engine.workload import (
     worse_tokens,
 )
 from tests.support.predictable import PredictableSource
-from tests.support.small_models import three_layers
+from tests.support.small_models import two_layers
 from tests.support.tiers import EXHAUSTIVE, tiered
 
 SEQS, SNAPSHOTS, DRAFTS = 8, 12, (0, 1, 2, 3)
@@ -54,7 +54,7 @@ class Size(NamedTuple):
 
 def small() -> Size:
     """For a CPU."""
-    configs = {"v4": three_layers(), "v32": ModelConfig.from_preset("tiny_v32")}
+    configs = {"v4": two_layers(), "v32": ModelConfig.from_preset("tiny_v32")}
     return Size(configs, requests=16, longest=1200, chunk=200, greedy=0.8)
 
 

@@ -14,15 +14,15 @@ from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
 from deepseek_attn.config.generation import GENERATION_FILE
 from deepseek_attn.engine.engine import Engine
-from tests.support.small_models import three_layers
+from tests.support.small_models import two_layers
 
 OPTIONS = {"device": "cpu", "max_model_len": 100, "max_num_seqs": 1, "progress": False}
-PROMPT = [5, 9, 17]
+PROMPT = [*range(5, 65)]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    config = three_layers()
+    config = two_layers()
     return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
 
 
@@ -94,7 +94,7 @@ def test_without_values_the_defaults_are_the_librarys(folder, content):
         assert llm.runner.eos_token_ids == llm.runner.config.eos_token_ids
         llm.engine.cancel(request)
     assert SamplingParams().resolved() == library
-    assert ModelRunner.from_config(three_layers(), **OPTIONS).generation.sampling == {}
+    assert ModelRunner.from_config(two_layers(), **OPTIONS).generation.sampling == {}
 
 
 def test_do_sample_false_is_greedy(folder):

@@ -59,8 +59,8 @@ def greedy_by_scoring(llm, prompt, count):
 
 def test_greedy_equals_scoring(llm, free_pages):
     [prompt] = prompts(61)
-    [completion] = llm.generate([prompt], GREEDY)
-    assert completion.token_ids == greedy_by_scoring(llm, prompt, 12)
+    [completion] = llm.generate([prompt], replace(GREEDY, max_tokens=5))
+    assert completion.token_ids == greedy_by_scoring(llm, prompt, 5)
     assert completion.prompt_token_ids == prompt
     assert completion.finish_reason == "length"
 
@@ -70,7 +70,7 @@ def test_batch_equals_each_alone(llm, free_pages):
     batch = prompts(1, 97, 5, 41, 40, 130, 3)
     params = [
         SamplingParams(temperature=t, top_k=k, seed=7, max_tokens=m, ignore_eos=True)
-        for t, k, m in [(0, 0, 9), (1, 0, 4), (0.7, 5, 11), (0, 0, 1), (1.3, 0, 7), (0, 0, 12), (1, 3, 6)]
+        for t, k, m in [(0, 0, 6), (1, 0, 4), (0.7, 5, 7), (0, 0, 1), (1.3, 0, 5), (0, 0, 8), (1, 3, 3)]
     ]
     together = llm.generate(batch, params)
     for index, (prompt, p) in enumerate(zip(batch, params, strict=True)):
@@ -84,7 +84,7 @@ def test_batch_equals_each_alone(llm, free_pages):
 def test_each_prompt_as_soon_as_it_is_done(llm, free_pages):
     """With the index that it would have in a list, or its own; the same tokens as in a list."""
     batch = prompts(1, 97, 5, 41, 40, 130, 3)
-    params = SamplingParams(temperature=1, seed=7, max_tokens=6, ignore_eos=True)
+    params = SamplingParams(temperature=1, seed=7, max_tokens=3, ignore_eos=True)
     found = list(llm.generate_iter(iter(batch), params))
     found.sort(key=lambda done: done.index)
     assert [done.completion for done in found] == llm.generate(batch, params)
@@ -173,8 +173,8 @@ def test_wrong_arguments_of_an_iteration(llm, arguments, message):
 
 
 def test_stream_pieces_are_the_completion(llm, free_pages):
-    pieces = list(llm.stream("Grüße, 世界", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)))
-    [completion] = llm.generate("Grüße, 世界", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    pieces = list(llm.stream("Grüße, 世界", GREEDY))
+    [completion] = llm.generate("Grüße, 世界", GREEDY)
     assert "".join(pieces) == completion.text
     assert completion.prompt_token_ids[0] == llm.tokenizer.bos_token_id
 
@@ -188,7 +188,7 @@ def test_closing_a_stream_frees_its_pages(llm, free_pages):
 
 def test_two_streams_at_once(llm, free_pages):
     """A step computes both; each still yields all of its own text."""
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    params = GREEDY
     texts = [llm.generate(prompt, params)[0].text for prompt in ("abc", "xyz")]
     first, second = llm.stream("abc", params), llm.stream("xyz", params)
     pieces = [[], []]
@@ -577,7 +577,7 @@ def test_tool_calls(llm, stop):
         eos = own.tokenizer.eos_token_id
         assert going_on[: len(prompt) + len(completion.token_ids) + 1] == [*prompt, *completion.token_ids, eos]
         assert (
-            own.chat(messages, tools=[TOOL], params=params, tool_choice="required").prompt_token_ids[-1]
+            own.chat(messages, tools=[TOOL], params=replace(params, max_tokens=1), tool_choice="required").prompt_token_ids[-1]
             == (own.tokenizer.encode("\n")[0])
         )
         with pytest.raises(TypeError, match="tool"):

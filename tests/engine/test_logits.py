@@ -26,6 +26,7 @@ from deepseek_attn.text.tokenizer import Tokenizer
 from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked, use_buckets
 from tests.support.requests import finish
+from tests.support.tiers import tiered
 
 VOCAB = 67
 PROMPT = [3, 9, 9, 40, 41]
@@ -265,7 +266,7 @@ def later(output, row):
 
 
 RULES = {
-    "repetition": {"repetition_penalty": 1.8},
+    "none": {},
     "frequency": {"frequency_penalty": 1.5, "temperature": 0.7},
     "presence": {"presence_penalty": 2.0},
     "bias": {"logit_bias": {7: 4.0, 30: -5.0, 100: 3.5}},
@@ -274,7 +275,7 @@ RULES = {
     "min tokens": {"min_tokens": 9, "ignore_eos": False, "stop_token_ids": range(2, 500, 3)},
     "functions": {"logits_processors": [later], "temperature": 0.8},
     "min-p": {"min_p": 0.4, "temperature": 1.3},
-    "none": {},
+    "repetition": {"repetition_penalty": 1.8, "temperature": 1.0},
     "none, sampled": {"temperature": 1.0},
     "all": {
         "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3, "min_p": 0.05, "temperature": 0.9,
@@ -282,7 +283,7 @@ RULES = {
         "top_p": 0.9,
     },
 }  # fmt: skip
-COUNT = 24
+COUNT = 14
 
 
 def params_of(name):
@@ -301,12 +302,14 @@ def llm(folder):
 
 
 def by_hand(runner, prompt, params, index):
-    """Token after token: logits of a teacher-forced run, transformers' processors, penalties in float64, one draw."""
+    """Token after token: logits of the text alone, transformers' processors, penalties in float64, one draw."""
     params, tokens, generator = params.resolved(), list(prompt), make_generator(params, index)
     stops = {*params.stop_token_ids, *runner.eos_token_ids}
+    sequence = runner.sequence(prompt)
     for _ in range(params.max_tokens):
         output = tokens[len(prompt) :]
-        row = runner.score([tokens])[0][-1:].float()
+        while sequence.num_pending:
+            row = runner.step([(sequence, min(sequence.num_pending, 60))]).logits[0].float()
         if params.allowed_token_ids:
             row = torch.full_like(row, -torch.inf).index_copy(
                 1, *(lambda i: (i, row[:, i]))(torch.tensor(params.allowed_token_ids, dtype=torch.int64, device="cpu"))
@@ -326,6 +329,8 @@ def by_hand(runner, prompt, params, index):
         tokens.append(int(sample(row.float(), [plain], [generator])))
         if not params.ignore_eos and tokens[-1] in stops:
             break
+        sequence.append(tokens[-1])
+    sequence.free()
     return tokens[len(prompt) :]
 
 
@@ -352,11 +357,10 @@ def named(found, expected):
 
 def test_rules_change_the_texts(llm, expected):
     """Else the other tests would show nothing."""
-    for (prompt, params), tokens, name in zip(JOBS, expected, RULES, strict=True):
-        kept = {key: getattr(params, key) for key in ("temperature", "max_tokens", "seed")}
-        if not name.startswith("none"):
-            plain = SamplingParams(**kept, ignore_eos=True)
-            assert by_hand(llm.runner, prompt, plain, list(RULES).index(name))[: len(tokens)] != tokens, name
+    kept = [{key: getattr(params, key) for key in ("temperature", "max_tokens", "seed")} for _, params in JOBS]
+    plain = llm.generate([prompt for prompt, _ in JOBS], [SamplingParams(**each, ignore_eos=True) for each in kept])
+    for name, without, tokens in zip(RULES, plain, expected, strict=True):
+        assert (without.token_ids[: len(tokens)] == tokens) == name.startswith("none"), name
 
 
 def test_texts_are_those_by_hand(llm, expected):
@@ -364,8 +368,10 @@ def test_texts_are_those_by_hand(llm, expected):
     assert named(texts(llm.engine), expected) == []
 
 
-@pytest.mark.parametrize("preempt", [False, True])
-@pytest.mark.parametrize("buckets", [False, True])
+BUCKETS_AND_PREEMPTIONS = [(False, False), (False, True), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize(("buckets", "preempt"), tiered(BUCKETS_AND_PREEMPTIONS, [(False, True), (True, False)]))
 def test_texts_with_drafts_are_the_same(folder, expected, monkeypatch, buckets, preempt):
     """Drafts of which three in five are right, each row with its own history; also after a request lost its caches."""
     runner = ModelRunner.from_pretrained(folder, max_num_seqs=5, max_num_batched_tokens=60, **OPTIONS)

@@ -29,6 +29,7 @@ from tests.support.drafts import DraftedSource
 from tests.support.predictable import PredictableSource
 from tests.support.requests import greedy, prompt
 from tests.support.small_models import assert_close, small_config
+from tests.support.tiers import tiered
 
 SIZES = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_rollback": 8}
 CONFIGS = {
@@ -46,7 +47,7 @@ def runner_of(family: str) -> ModelRunner:
     return ModelRunner.from_source(config, source, **options)
 
 
-@pytest.fixture(params=list(CONFIGS))
+@pytest.fixture(params=tiered(CONFIGS, ["v4"]))
 def runner(request) -> ModelRunner:
     return runner_of(request.param)
 
@@ -92,10 +93,15 @@ def finish(engine: Engine, preempt_every: int = 0) -> None:
             engine.scheduler.preempt(running[step // preempt_every % len(running)], engine.last_step)
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("preempt_every", [0, 3])
-def test_each_computed_token_has_one_row(runner, drafts, preempt_every):
+WAYS = list(itertools.product(CONFIGS, [0, 2], [0, 3]))
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts", "preempt_every"), tiered(WAYS, [("v4", 2, 3), ("v3.2", 0, 0), ("v4.1", 2, 0)])
+)
+def test_each_computed_token_has_one_row(family, drafts, preempt_every):
     """Prompts in chunks of a step that others share, decodes, drafts that are rejected, and tokens computed again."""
+    runner = runner_of(family)
     runner.prefixes.clear()
     engine = Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
     requests = [submit(engine, prompt(n, seed), 6) for seed, n in enumerate((41, 9, 1))]

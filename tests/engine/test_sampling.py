@@ -17,10 +17,11 @@ def draw(logits, params, count, first_request=0):
     return sample(logits.expand(count, -1).contiguous(), [params] * count, generators)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("one_stream", [True, False], ids=["one-request", "many-requests"])
+@pytest.mark.parametrize(
+    ("temperature", "one_stream"), [(0.5, False), (1.0, True), (2.0, False)], ids=["many-0.5", "one-1.0", "many-2.0"]
+)
 def test_frequencies_follow_softmax(temperature, one_stream):
-    count = 20000
+    count = 6000
     logits = PROBABILITIES.log()
     params = SamplingParams(temperature=temperature, seed=11)
     if one_stream:
@@ -35,7 +36,7 @@ def test_frequencies_follow_softmax(temperature, one_stream):
 
 
 def test_frequencies_over_a_filtered_set_are_renormalised():
-    count = 20000
+    count = 6000
     params = SamplingParams(top_k=4, top_p=0.75, seed=3)  # top-k keeps .4 .3 .2 .05; .75 of .95 needs .4 .3 .2
     got = torch.bincount(draw(PROBABILITIES.log(), params, count), minlength=6).double() / count
     expected = torch.tensor([0, 0.4, 0, 0.2, 0, 0.3], dtype=torch.float64) / 0.9
@@ -65,7 +66,7 @@ def test_frequencies_over_a_filtered_set_are_renormalised():
 )
 def test_support_is_exact(top_k, top_p, kept):
     params = SamplingParams(top_k=top_k, top_p=top_p, seed=5)
-    assert set(draw(PROBABILITIES.log(), params, 2000).tolist()) == set(ORDER[:kept])
+    assert set(draw(PROBABILITIES.log(), params, 400).tolist()) == set(ORDER[:kept])
 
 
 @pytest.mark.parametrize(

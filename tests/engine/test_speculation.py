@@ -24,18 +24,21 @@ from deepseek_attn.runner.step import StepOptions
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, variants
 from tests.runner.test_revisions import DSPARK_KEYS
 from tests.support.requests import greedy, prompt
-from tests.support.small_models import three_layers
+from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
+from tests.support.v41_cases import shallow
 
 LONGEST = 300
 TOLERANCE = 2e-5  # of the largest logit, between a step's rows and the same rows in steps of other sizes
 
 
 def config_of(preset: str) -> AnyConfig:
-    """A preset, or V4 with a DSpark drafter; V4 has a layer of each kind."""
-    if preset not in ("tiny", "tiny_dspark"):
-        return ModelConfig.from_preset(preset)
-    tiny = three_layers()
+    """A small model like the preset, or V4 with a DSpark drafter."""
+    if preset == "tiny_v41":
+        return shallow()
+    if preset == "tiny_v32":
+        return ModelConfig.from_preset(preset).replace(num_hidden_layers=2)
+    tiny = two_layers()
     if preset == "tiny":
         return tiny
     return tiny.replace(**DSPARK_KEYS | {"compress_ratios": [*tiny.compress_ratios, 0, 0]})
@@ -183,7 +186,7 @@ OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 4, "max_num_ba
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    config = three_layers()
+    config = two_layers()
     return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
 
 
@@ -226,7 +229,7 @@ def test_wrong_drafts_cost_nothing_but_work(llm, plain, monkeypatch):
     assert (stats.acceptance_rate, stats.tokens_per_step, stats.generated) == (0.0, 1.0, 9)
 
 
-@pytest.mark.parametrize("length", tiered([1, 2, 3, 4, 5, 41, 43, 83], [1, 4, 83]))
+@pytest.mark.parametrize("length", tiered([1, 2, 3, 4, 5, 41, 43, 83], [1, 4]))
 def test_drafts_after_prompts_that_end_in_few_tokens(llm, plain, length, monkeypatch):
     """The last tokens of a prompt, as few as a verification has, are not taken for one."""
     expected = plain.generate([prompt(length)], greedy(8))[0].token_ids
@@ -234,7 +237,7 @@ def test_drafts_after_prompts_that_end_in_few_tokens(llm, plain, length, monkeyp
     draft_from(monkeypatch, llm.runner, [prompt(length) + expected], right=lambda position: position % 3)
     assert llm.generate([prompt(length)], greedy(8))[0].token_ids == expected
     assert len(drafted) >= 3
-    for tokens, logits in drafted:
+    for tokens, logits in drafted[::2]:
         truth = plain.runner.score_mtp([tokens])[1][0][-1]
         assert float((logits - truth).abs().max()) < TOLERANCE * float(truth.abs().max())
 
@@ -259,7 +262,7 @@ def test_decode_steps_over_persistent_tensors(llm, plain, right, monkeypatch):
     assert {size.num_drafts for size in graphs._decode_steps} == {3}
     assert graphs._draft_steps
     assert len(drafted) > 20
-    for tokens, logits in drafted:
+    for tokens, logits in drafted[::4]:
         truth = plain.runner.score_mtp([tokens])[1][0][-1]
         assert float((logits - truth).abs().max()) < TOLERANCE * float(truth.abs().max())
 
@@ -409,4 +412,4 @@ def test_what_cannot_be_speculated(directory, plain):
     with pytest.raises(ValueError, match="4 drafts per step: supported are 1 to 3"):
         LLM(directory, speculate=4, **OPTIONS | {"max_num_batched_tokens": 4})
     with pytest.raises(ValueError, match="needs an MTP layer"):
-        LLM(directory, speculate=1, layers=[0, 1], **OPTIONS)
+        LLM(directory, speculate=1, layers=[0], **OPTIONS)

@@ -56,7 +56,7 @@ def check_json(value):
 
 
 CHOICES = ("yes", "no way", 'a "quoted" \\ one\n', "grüße €", "yesterday")
-REGEX = r"(ab|c\d){1,4}[0-9]{2,3}é?"
+REGEX = r"(ab|c[0-9]){1,4}[0-9]{2,3}é?"
 LARK = 'start: "[" item ("," item)~0..3 "]"\nitem: /[a-c]{1,3}/ | "(" item ")"'
 STRUCTURES = {
     "json_schema": (SCHEMA, lambda text: check_json(json.loads(text))),
@@ -81,7 +81,7 @@ JOBS = [
     for i, (kind, options) in enumerate(
         (kind, options)
         for kind in STRUCTURES
-        for options in ({}, {"temperature": 2.5}, {"temperature": 0, "repetition_penalty": 1.5})
+        for options in ({"temperature": 2.5}, {"temperature": 0, "repetition_penalty": 1.5})
     )
 ]  # fmt: skip
 JOBS.append((prompt(20, 99), SamplingParams(seed=4, max_tokens=30, ignore_eos=True)))
@@ -268,6 +268,7 @@ def test_ctrl_c_aborts_the_requests_of_an_llm(llm, runner):
 HI = [{"role": "user", "content": "hi"}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+SHORT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
 DRAWN = SamplingParams(max_tokens=250, seed=5, temperature=1.5)
 
 
@@ -292,7 +293,7 @@ def test_a_response_format_restricts_the_answer(chats):
     ("messages", "options"),
     [
         (HI, {"response_format": {"type": "text"}}),
-        (HI, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": False}}}),
+        (HI, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}, "strict": False}}}),
         (HI, {"tools": [TOOL]}),
         ([{"role": "system", "content": "s", "tools": [TOOL]}, *HI], {}),
         ([*HI, {"role": "assistant", "content": "{", "prefix": True}], {}),
@@ -301,17 +302,17 @@ def test_a_response_format_restricts_the_answer(chats):
     ids=["text", "not strict", "tools", "tools of a message", "prefix", "continued"],
 )
 def test_a_response_format_that_is_only_asked_for(chats, messages, options):
-    options = {"response_format": FORMAT} | options
+    options = {"response_format": SHORT} | options
     ids, _ = chats.chat_prompt(messages, **options)
     params = replace(DRAWN, max_tokens=8)
     assert chats.chat(messages, params, **options).token_ids == chats.generate([ids], params)[0].token_ids
 
 
 def test_a_response_format_without_the_package_is_only_asked_for(chats, monkeypatch):
-    ids, _ = chats.chat_prompt(HI, response_format=FORMAT)
+    ids, _ = chats.chat_prompt(HI, response_format=SHORT)
     params = replace(DRAWN, max_tokens=8)
     monkeypatch.setattr("deepseek_attn.engine.structured.find_spec", lambda name: None)
-    assert chats.chat(HI, params, response_format=FORMAT).token_ids == chats.generate([ids], params)[0].token_ids
+    assert chats.chat(HI, params, response_format=SHORT).token_ids == chats.generate([ids], params)[0].token_ids
 
 
 def test_a_response_format_of_a_line(folder, capsys, tmp_path):

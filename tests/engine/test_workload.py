@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import pytest
 
-from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.model_runner import ModelRunner
+from tests.engine.test_speculation import config_of
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, use_buckets, variants
 from tests.support.tiers import EXHAUSTIVE, tiered
 
@@ -18,7 +18,7 @@ LONGEST = 320
 
 @lru_cache(maxsize=2)
 def workload(preset: str, greedy: float = 0.8):
-    config = ModelConfig.from_preset(preset)
+    config = config_of(preset)
     runner = ModelRunner.from_config(config, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
     jobs = make_jobs(12, LONGEST, config.vocab_size, 9, greedy)  # in which prompts share blocks
     return config, jobs, alone(runner, jobs)

@@ -46,17 +46,17 @@ def with_repeated_layers() -> DeepseekV41Config:
 
 
 def shallow() -> DeepseekV41Config:
-    """Five layers with an Engram: a window alone, and one of each way to share entries; a draft stage after them."""
+    """Four layers with an Engram, one of each way to share entries; a draft stage after them has a window alone."""
     return tiny(
-        num_hidden_layers=5,
-        compress_ratios=[0, 2, 1, 1, 1, 0],
-        kv_source_layer_ids=[1, 2],
-        index_source_layer_ids=[1, 2, 3],
-        candidate_source_layer_id=2,
-        engram_layer_ids=[2],
+        num_hidden_layers=4,
+        compress_ratios=[2, 1, 1, 1, 0],
+        kv_source_layer_ids=[0, 1],
+        index_source_layer_ids=[0, 1, 2],
+        candidate_source_layer_id=1,
+        engram_layer_ids=[1],
         engram_num_embeddings=[660],
         num_nextn_predict_layers=1,
-        dspark_target_layer_ids=[1, 4],
+        dspark_target_layer_ids=[0, 3],
     )
 
 
