@@ -165,6 +165,7 @@ def families() -> list[str]:
     return sorted(file.parent.name for file in KERNELS.glob("*/plan.py"))
 
 
+@cache
 def all_ops() -> list[Op]:
     return [op for family in families() for op in ops(family)]
 

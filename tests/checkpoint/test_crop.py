@@ -28,6 +28,7 @@ from tests.support.hub_cache import FakeHub
 from tests.support.oracle_transformers import TransformersOracle
 from tests.support.oracle_v32 import TransformersV32Oracle
 from tests.support.small_models import assert_close, prompt, small_config
+from tests.support.tiers import tiered
 from tests.support.v41_cases import tiny as tiny_v41
 
 OPTIONS = {"device": "cpu", "progress": False, "max_model_len": 320, "max_num_batched_tokens": 512}
@@ -257,13 +258,18 @@ def test_a_part_of_the_vocabulary(models, tmp_path):
 # other programs
 
 
-def transformers_models():
-    """Float32 models of transformers with random weights, by family, and the crop of each."""
-    yield "v4", TransformersOracle(v4(), RandomSource(v4(), 3)).model, [0, 1, 2, 4], list(range(4))
-    config = v32()
-    yield "v32", TransformersV32Oracle(config, RandomSource(config, 3)).model, [0, 1, 3], [0, 1, 4, 5, 8, 9]
-    config = v32("deepseek_v3")
-    yield "v3", TransformersV32Oracle(config, RandomSource(config, 3)).model, [1, 2], [0, 1, 4, 5, 8, 9]
+# The layers and experts of a crop, by family.
+CROPS = {
+    "v4": ([0, 1, 2, 4], list(range(4))),
+    "v32": ([0, 1, 3], [0, 1, 4, 5, 8, 9]),
+    "v3": ([1, 2], [0, 1, 4, 5, 8, 9]),
+}
+
+
+def transformers_model(family: str) -> torch.nn.Module:
+    """A float32 model of transformers with random weights."""
+    config = CONFIGS[family]()
+    return (TransformersOracle if family == "v4" else TransformersV32Oracle)(config, RandomSource(config, 3)).model
 
 
 @torch.no_grad()
@@ -284,10 +290,10 @@ def cut_by_hand(model: torch.nn.Module, layers: list[int], kept: list[int]) -> N
             bias[[expert for expert in range(len(bias)) if expert not in kept]] = -1e30
 
 
-@pytest.mark.parametrize("number", range(3), ids=["v4", "v32", "v3"])
-def test_what_transformers_saves(tmp_path, number):
+@pytest.mark.parametrize("family", CROPS)
+def test_what_transformers_saves(tmp_path, family):
     """transformers reads the crop of what it saved; it, we, and its model cut by hand give the same logits."""
-    family, model, layers, kept = list(transformers_models())[number]
+    model, (layers, kept) = transformers_model(family), CROPS[family]
     model.save_pretrained(tmp_path / "saved")
     crop_checkpoint(tmp_path / "saved", tmp_path / "crop", layers=layers, experts=len(kept))
     theirs, loading = AutoModelForCausalLM.from_pretrained(
@@ -467,7 +473,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", tiered([signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]))
 def test_killed_while_it_writes(models, tmp_path, number):
     """Nothing is left by a request to end; what SIGKILL leaves is hidden, and gone after the next crop."""
     command = ["crop", "--model", str(models("v4")), "--out", str(tmp_path / "crop"), "--layers", "0-1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -156,13 +157,14 @@ def test_generate_streams_to_standard_output(checkpoint, capsys):
     assert first.endswith("\n")
 
 
-def test_generate_from_standard_input_and_chat(checkpoint, capsys):
-    command = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main; sys.exit(main())"]
+def test_generate_from_standard_input_and_chat(checkpoint, capsys, monkeypatch):
     flags = ["generate", "--model", str(checkpoint), "--temperature", "0", "--max-tokens", "5", "--chat"]
-    done = subprocess.run([*command, *flags], input=b"hi there", capture_output=True, check=True)
-    assert b"chat: built-in" in done.stderr
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi there"), encoding="utf-8"))
+    assert main(flags) == 0
+    piped = capsys.readouterr()
+    assert "chat: built-in" in piped.err
     assert main([*flags, "--prompt", "hi there"]) == 0
-    assert capsys.readouterr().out.encode() == done.stdout
+    assert capsys.readouterr().out == piped.out
 
 
 def test_info_json_names_every_backend_with_a_reason(capsys):
@@ -383,6 +385,7 @@ def test_parse_bytes_refuses(text):
         parse_bytes(text)
 
 
+@pytest.mark.exhaustive
 def test_torch_is_imported_without_collections():
     """They would be hundreds, 0.2 s."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, timeout=300)

@@ -82,12 +82,11 @@ def test_an_answer_that_is_interrupted_stays_in_the_conversation(checkpoint, typ
         if len(seen) == 1:
             pieces = found._pieces
 
-            def two_pieces():
-                yield next(pieces)
+            def one_piece():
                 yield next(pieces)
                 raise KeyboardInterrupt
 
-            found._pieces = two_pieces()
+            found._pieces = one_piece()
         return found
 
     monkeypatch.setattr(Model, "stream", interrupted)

@@ -93,7 +93,7 @@ def plain():
 def complete(drafts: int) -> tuple[list[list[int]], Counter[tuple[int, int]]]:
     """Greedy completions of four prompts at once, and how many verifications had these (drafts, accepted drafts)."""
     llm = LLM(speculate=drafts, device="cpu", max_model_len=128, max_num_seqs=4)
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = ["It is a truth universally acknowledged", "She was", "The weather", "Mr. Darcy"]
     return [c.token_ids for c in llm.generate(prompts, params)], llm.engine.stats.verifications
 
@@ -106,7 +106,7 @@ def test_its_drafts_are_often_right_and_leave_the_text_alone(plain, drafts):
     for position in range(drafts):
         reached = {made: count for made, count in verifications.items() if made[0] > position and made[1] >= position}
         right = sum(count for (_, right), count in reached.items() if right > position)
-        assert sum(reached.values()) > 20
+        assert sum(reached.values()) > 12
         assert right / sum(reached.values()) > 0.4, (position, verifications)
 
 

@@ -94,6 +94,7 @@ def test_interrupted_generation(checkpoint, whole, times):
     assert not alive(process.pid)
 
 
+@pytest.mark.exhaustive
 def test_interrupted_on_a_terminal(checkpoint):
     """The terminal's own settings are as they were, and its cursor is at the start of a line."""
     leader, follower = pty.openpty()
@@ -184,7 +185,7 @@ def test_a_signal_keeps_the_prompts_that_are_done(checkpoint, tmp_path, capsys, 
     assert out.read_text().splitlines() == lines
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", tiered(["SIGINT", "SIGTERM"], ["SIGINT"]))
 def test_a_signal_after_the_command_has_ended(name):
     """The interpreter shuts down in peace: exit callbacks run, and the exit code is that of the command."""
     script = f"""

@@ -63,6 +63,7 @@ def client(llm):
 @pytest.fixture
 def writes(llm, monkeypatch):
     """Has the model write a text, token by token."""
+    make = llm._make_request
 
     def write(text: str) -> None:
         tokens = llm.tokenizer.encode(text)
@@ -72,7 +73,6 @@ def writes(llm, monkeypatch):
             allowed[tokens[len(output)]] = 0
             return allowed
 
-        make = llm._make_request
         forcing = {"logits_processors": (forced,), "max_tokens": len(tokens)}
         monkeypatch.setattr(
             llm,
@@ -163,6 +163,7 @@ def test_tools(client, llm, writes, stream):
         calls = [[call.id, call.function.name, call.function.arguments] for call in choice.message.tool_calls]
         results = [{"role": "tool", "tool_call_id": call.id, "content": "12"} for call in choice.message.tool_calls]
         asked = [*HI, choice.message.model_dump(exclude_none=True), *results]
+        writes("Hm.</think>I look.<｜end▁of▁sentence｜>")
         again = client.chat.completions.create(messages=asked, **options)
         assert again.choices[0].message.content == "I look."
     assert (reason, content) == ("tool_calls", "I look.")

@@ -242,7 +242,11 @@ def test_a_file_that_cannot_be_written(checkpoint, place, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"TORCH_LOGS": "nonsense"}, "TORCH_LOGS is 'nonsense', which torch refuses: TORCH_LOGS=help lists more"),
+        pytest.param(
+            {"TORCH_LOGS": "nonsense"},
+            "TORCH_LOGS is 'nonsense', which torch refuses: TORCH_LOGS=help lists more",
+            marks=pytest.mark.exhaustive,
+        ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"},
             "MASTER_PORT is '99999': torchrun sets it to an integer from 0 to 65535",

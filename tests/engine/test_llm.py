@@ -577,7 +577,9 @@ def test_tool_calls(llm, stop):
         eos = own.tokenizer.eos_token_id
         assert going_on[: len(prompt) + len(completion.token_ids) + 1] == [*prompt, *completion.token_ids, eos]
         assert (
-            own.chat(messages, tools=[TOOL], params=replace(params, max_tokens=1), tool_choice="required").prompt_token_ids[-1]
+            own.chat(
+                messages, tools=[TOOL], params=replace(params, max_tokens=1), tool_choice="required"
+            ).prompt_token_ids[-1]
             == (own.tokenizer.encode("\n")[0])
         )
         with pytest.raises(TypeError, match="tool"):

@@ -293,7 +293,15 @@ def test_a_response_format_restricts_the_answer(chats):
     ("messages", "options"),
     [
         (HI, {"response_format": {"type": "text"}}),
-        (HI, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}, "strict": False}}}),
+        (
+            HI,
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "boolean"}, "strict": False},
+                }
+            },
+        ),
         (HI, {"tools": [TOOL]}),
         ([{"role": "system", "content": "s", "tools": [TOOL]}, *HI], {}),
         ([*HI, {"role": "assistant", "content": "{", "prefix": True}], {}),

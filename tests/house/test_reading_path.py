@@ -14,6 +14,7 @@ import sys
 import textwrap
 import tokenize
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FrameType
@@ -78,10 +79,17 @@ def functions_passed(call: Callable[[], object]) -> dict[str, int]:
     return passed
 
 
+@cache
+def make_runner() -> ModelRunner:
+    return ModelRunner.from_config(
+        "tiny", max_model_len=256, max_num_seqs=1, device="cpu", layers=[0, 1, 2], attention_only=True
+    )
+
+
 @pytest.mark.parametrize("kind", ["SWA", "C4A", "C128A"])
 @pytest.mark.parametrize(("computed", "new"), [(200, 1), (64, 40)], ids=["decode", "prefill"])
 def test_from_forward_to_the_contracts_of_ops(kind, computed, new):
-    runner = ModelRunner.from_config("tiny", max_model_len=256, max_num_seqs=1, device="cpu")
+    runner = make_runner()
     layer = next(block.attn for block in runner.model.layers.values() if block.attn.spec.kind == kind)
     cache = runner.manager.create()
     runner.manager.reserve([(cache, computed)])
@@ -93,6 +101,7 @@ def test_from_forward_to_the_contracts_of_ops(kind, computed, new):
         layer(x, step.positions, step)  # imports what is imported at the first call
         with own_torch_state():  # entered by a step, before its layers
             passed = functions_passed(lambda: layer(x, step.positions, step))
+    runner.manager.free(cache)
     assert any("attention/layer.py" in name and "forward" in name for name in passed)
     assert {"insert_tokens", "multi_linear", "grouped_linear_quantized"} <= {name.split()[-1] for name in passed}
     total = sum(lines for name, lines in passed.items() if not name.startswith("kernels"))

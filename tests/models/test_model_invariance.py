@@ -55,11 +55,11 @@ def whole_prefills(ratio: int) -> dict[int, torch.Tensor]:
     return {n: runner.score([prompts[i % 2][:n]])[0] for i, n in enumerate(SHORT + LONG)}
 
 
-CHUNKS = [(ratio, size) for ratio in COMPRESSED for size in (1, 3, 7, 16, 63, 64, 65, 127, 128, 129, None)]
+CHUNKS = [(ratio, size) for ratio in COMPRESSED for size in (1, 3, 7, 63, 64, 65, 128, 129, None)]
 CHUNKS += [(ratio, size) for ratio in OTHERS for size in (7, 64, 129, None)] + [(0, 1), (16, 1)]
 
 
-QUICK = [(4, 3), (4, 129), (128, 63), (0, 7), (16, None)]
+QUICK = [(4, 3), (4, 129), (128, 63)]
 
 
 @pytest.mark.parametrize(("ratio", "chunk_size"), tiered(CHUNKS, QUICK), ids=str)
@@ -73,7 +73,7 @@ def test_any_chunking_equals_one_prefill(ratio, chunk_size):
         assert_close(logits, expected[n], what=f"{n} tokens in chunks of {chunk_size}")
 
 
-@pytest.mark.parametrize("split", tiered([1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 130, 131], [1, 5, 64, 127]))
+@pytest.mark.parametrize("split", tiered([1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 130, 131], [5, 127]))
 def test_mixed_layers_split_anywhere(split):
     runner = shared_runner(MIXED)
     tokens = prompt(runner.config, 140, seed=2)
@@ -95,7 +95,7 @@ def test_chunks_cut_by_the_token_budget():
         assert_close(logits, reference)
 
 
-@pytest.mark.parametrize("chunk_size", tiered([1, 7, 64, 129], [7, 129]))
+@pytest.mark.parametrize("chunk_size", tiered([1, 7, 64, 129], [7]))
 def test_mtp_logits_in_chunks(chunk_size):
     runner = shared_runner((0, 4), mtp=1)
     prompts = [prompt(runner.config, n, seed=n) for n in (140, 2, 65)]
@@ -117,7 +117,7 @@ def test_mtp_logits_in_chunks(chunk_size):
 def test_quantised_layer_token_by_token(ratio, numerics):
     """One layer only: where a rounding falls the other way, deeper random layers would amplify it."""
     runner = shared_runner((ratio,), numerics)
-    tokens = prompt(runner.config, 140)
+    tokens = prompt(runner.config, 140 if ratio == 128 else 70)
     whole = runner.score([tokens])[0]
     one_by_one = runner.score([tokens], chunk_size=1)[0]
     assert torch.cosine_similarity(one_by_one, whole, dim=1).median() > 0.9999
@@ -176,7 +176,7 @@ LAYERS = [(ratio, numerics) for ratio in COMPRESSED for numerics in NUMERICS]
     ("ratio", "numerics"),
     tiered(
         [*LAYERS, *((ratio, "serving") for ratio in OTHERS)],
-        [(4, "official"), (128, "serving")],
+        [(4, "official")],
     ),
 )
 def test_caches_do_not_depend_on_chunks(ratio, numerics, monkeypatch):
@@ -271,8 +271,8 @@ def test_poisoned_memory_changes_nothing(numerics):
 def test_poisoned_batch_and_mtp(numerics):
     """Prefills, chunks, and decodes of several lengths in one step, where short rows have columns to spare."""
     runner = shared_runner((0, 4), numerics, mtp=1)
-    prompts = [prompt(runner.config, n, seed=n) for n in (3, 130, 1, 66)]
-    work = [(prompts, None), (prompts, 30), ([tokens[:35] for tokens in prompts], 1)]
+    prompts = [prompt(runner.config, n, seed=n) for n in (3, 90, 1, 66)]
+    work = [(prompts, None), (prompts, 30), ([tokens[:17] for tokens in prompts], 1)]
     clean = [torch.cat(rows) for batch, chunk_size in work for rows in runner.score_mtp(batch, chunk_size)]
     poison(runner)
     again = [torch.cat(rows) for batch, chunk_size in work for rows in runner.score_mtp(batch, chunk_size)]

@@ -28,7 +28,7 @@ from tests.support.small_models import (
 )
 from tests.support.tiers import tiered
 
-LENGTHS = (1, 3, 4, 5, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300, 520, 1100)
+LENGTHS = (1, 3, 4, 5, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300, 530)
 
 
 class Tiny:
@@ -37,8 +37,8 @@ class Tiny:
     def __init__(self):
         self.config = ModelConfig.from_preset("tiny")
         self.source = RandomSource(self.config, 0)
-        self.runner = small_runner(self.config, self.source, max_model_len=1100, max_num_seqs=len(LENGTHS))
-        self.prompts = [prompt(self.config, 1100, seed) for seed in (0, 1)]
+        self.runner = small_runner(self.config, self.source, max_model_len=530, max_num_seqs=len(LENGTHS))
+        self.prompts = [prompt(self.config, 530, seed) for seed in (0, 1)]
         oracle = TransformersOracle(self.config, self.source)
         self.references = [oracle(tokens) for tokens in self.prompts]
         # neighbours in the batch have different tokens, so that reading another request's cache would show
@@ -125,7 +125,7 @@ def random_config(seed: int) -> tuple[ModelConfig, str | None]:
     return ModelConfig.from_preset("tiny").replace(**changes), experts
 
 
-@pytest.mark.parametrize("seed", tiered(range(14), range(5)))
+@pytest.mark.parametrize("seed", tiered(range(14), range(3)))
 def test_random_configs_equal_transformers(seed):
     config, experts = random_config(seed)
     source = RandomSource(config, seed, expert_dtype=experts)
@@ -144,7 +144,7 @@ def test_random_configs_equal_transformers(seed):
 
 RATIOS = (1, 2, 4, 8, 16, 128)
 BRANCHES = [(ratio, overlap, indexer) for ratio in RATIOS for overlap in (False, True) for indexer in (False, True)]
-QUICK = [(1, True, False), (2, False, False), (2, True, True), (8, False, True), (16, True, True), (128, True, False)]
+QUICK = [(1, True, False), (2, False, False), (8, False, True), (16, True, True)]
 
 
 @pytest.mark.parametrize(("ratio", "overlap", "indexer"), tiered([(0, False, False), *BRANCHES], QUICK))
@@ -186,7 +186,7 @@ def test_mixed_schedule_equals_brute_force():
     assert_close(drafts[1], reference.mtp_logits[:129])
 
 
-@pytest.mark.parametrize("ratio", [2, 4, 16, 128])
+@pytest.mark.parametrize("ratio", tiered([2, 4, 16, 128], [4, 128]))
 def test_every_short_length_equals_brute_force(ratio):
     """Prompts of 1 to 2 R + 1 tokens in one prefill: the first windows, complete or not."""
     config = small_config([ratio, ratio])

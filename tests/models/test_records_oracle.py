@@ -129,7 +129,7 @@ def test_records_are_what_the_oracle_of_v41_chooses():
     assert [f"layers.{layer}" for layer in found.selection_layers] == list(case.oracle.chosen)
     for column, rows in enumerate(case.oracle.chosen.values()):
         assert [[e for e in row if e >= 0] for row in found.selections[:, column].tolist()] == rows
-    assert found.candidate_layers == (2,)
+    assert found.candidate_layers == (1,)
     assert [{b for b in row if b >= 0} for row in found.candidates[:, 0].tolist()] == case.oracle.kept_blocks
 
 

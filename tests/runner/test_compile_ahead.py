@@ -45,6 +45,7 @@ from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.kernel_list import KernelLists
 from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp
+from tests.support.small_models import two_layers
 from tests.support.tiers import EXHAUSTIVE, tiered
 from tests.support.v41_cases import tiny_for_kernels
 
@@ -99,7 +100,7 @@ CASES = [
     ("tiny", 2, {}),
     ("tiny", 2, {"index_keys": "fp4"}),
     ("tiny_v32", 0, {}),
-    ("v4_flash", 2, {}),
+    ("v4_flash", 2, {"changes": {"num_hidden_layers": 4, "n_routed_experts": 32}}),
     ("tiny_v41", 2, {"sizes": SHORT}),
     ("tiny_v41", 2, {"sizes": SHORT, "numerics": "official"}),
     ("tiny_v41", 0, {}),
@@ -119,7 +120,7 @@ def test_no_step_launches_what_was_not_found(preset, num_drafts, facts):
         found = set(launches.variants)
         assert len(found) > 50
         with steps.runner.op_settings(), torch.inference_mode():
-            for rows in dict.fromkeys(tuple(random_step(rng, steps.runner.layout)) for _ in range(24)):
+            for rows in dict.fromkeys(tuple(random_step(rng, steps.runner.layout)) for _ in range(12)):
                 steps.prefill(list(rows))
         missed = [variant.name for key, variant in launches.variants.items() if key not in found]
     assert not missed
@@ -263,7 +264,7 @@ def test_the_marker_depends_on_what_changes_compilation(monkeypatch, variable, v
 
 
 def test_warming_up_leaves_sequences_alone():
-    with ModelRunner.from_config("tiny", max_model_len=40, max_num_seqs=2, max_num_batched_tokens=5) as runner:
+    with ModelRunner.from_config(two_layers(), max_model_len=40, max_num_seqs=2, max_num_batched_tokens=5) as runner:
         first, tokens = runner.sequence([1, 2, 3, 4, 5]), [1, 2, 3, 4, 5, 6]
         runner.step([(first, 5)])
         for _ in WarmUp(runner).steps():
@@ -338,7 +339,7 @@ def test_a_patient_process_begins_when_a_kernel_is_missing(tmp_path, monkeypatch
 
 
 def test_a_launch_waits_for_a_kernel_that_is_being_compiled_and_for_no_other(tmp_path, monkeypatch):
-    compilation = started(monkeypatch, tmp_path, KERNEL % 1)
+    compilation = started(monkeypatch, tmp_path, KERNEL % 0.3)
     while "kernel" not in compilation.running:
         time.sleep(0.01)
     compilation.before_launch(Stub("other"))
@@ -353,10 +354,10 @@ STEPS = """
 import json, os, pickle, sys, time
 from multiprocessing.connection import Connection
 runner = Connection(0, writable=False)
-runner.recv()
+runner.recv_bytes()  # the request, which needs torch
 step = runner.recv()
 print(json.dumps({"found": ["kernel"], "listed": 1}), flush=True)
-time.sleep(0.5)
+time.sleep(0.2)
 print(json.dumps({"done": ["kernel"], "failed": [repr(step)]}), flush=True)
 """
 
@@ -372,7 +373,7 @@ def test_a_launch_of_a_step_waits_for_the_kernels_of_that_step(tmp_path, monkeyp
 
 
 def test_launches_wait_inside_of_a_runners_steps_only(tmp_path, monkeypatch):
-    with ModelRunner.from_config("tiny", max_model_len=40, max_num_seqs=1, max_num_batched_tokens=5) as runner:
+    with ModelRunner.from_config(two_layers(), max_model_len=40, max_num_seqs=1, max_num_batched_tokens=5) as runner:
         runner.compilation = started(monkeypatch, tmp_path, KERNEL % 600)
         with runner.op_settings():
             mode = active_mode.get()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepseek_attn.attention.builder import MetadataBuilder
+from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.impls import flow
@@ -15,6 +16,7 @@ from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.testing import poison_scratch
 from tests.support.one_layer import Layer
 from tests.support.requests import greedy, prompt
+from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
 
 LENGTHS = (124, 60, 9, 0, 254)  # windows of 4 and 128 tokens close inside the next rows, pages of 64 end there
@@ -74,6 +76,11 @@ def test_decode_and_prefill_compute_the_same(kind, padded):
 OPTIONS = {"fp8_mode": "separate", "max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 40}
 
 
+def make_runner(preset: str = "tiny", **options) -> ModelRunner:
+    config = two_layers() if preset == "tiny" else ModelConfig.from_preset(preset).replace(num_hidden_layers=2)
+    return ModelRunner.from_config(config, device="cpu", **OPTIONS, **options)
+
+
 class Rows:
     """Counts the rows of a runner's steps and the calls that gather keys.
 
@@ -112,10 +119,10 @@ class Rows:
 )
 def test_rows_of_a_running_engine(preset, drafts, monkeypatch):
     """Verifications gather nothing; beside a prompt's chunk they stay decodes, and the chunk is the only prefill."""
-    runner = ModelRunner.from_config(preset, device="cpu", **OPTIONS)
+    runner = make_runner(preset)
     engine = Engine(runner, decoder=MTPSpeculation(runner, drafts))
     rows = Rows(monkeypatch)
-    first = [engine.add_request(prompt(n, n), greedy(40)) for n in (1, 17)]
+    first = [engine.add_request(prompt(n, n), greedy(30)) for n in (1, 17)]
     engine.step()
     assert {(tuple(d), tuple(p)) for d, p, _ in rows.steps[:2]} == {((1,), (17,))}  # the backbone, then the MTP layer
     assert rows.gathers == 1 + len(runner.backbone_layers)  # a layer each, once for the chunk of 17
@@ -146,7 +153,7 @@ def test_rows_of_a_running_engine(preset, drafts, monkeypatch):
 
 def test_ragged_lengths_in_one_step(monkeypatch):
     """Any order of requests; those of up to four tokens are decodes, in a step's own MTP pass and in drafts too."""
-    runner = ModelRunner.from_config("tiny", device="cpu", **OPTIONS)
+    runner = make_runner()
     lengths = (9, 3, 1, 4)
     texts = [prompt(20 + n, 20 + n) for n in lengths]
     expected = runner.score(texts)
@@ -179,7 +186,7 @@ def test_ragged_lengths_in_one_step(monkeypatch):
 
 def test_padded_sizes_of_captured_steps():
     """Requests of one step have one row each or ``1 + drafts``: a graph for each number between would cost memory."""
-    runner = ModelRunner.from_config("tiny", device="cpu", **OPTIONS)
+    runner = make_runner()
     graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 4], capture=False)
     assert graphs.supports([1, 1], 1)
     assert not graphs.supports([1, 2], 1)
@@ -189,7 +196,7 @@ def test_padded_sizes_of_captured_steps():
 
 
 def test_what_cannot_be_expected():
-    runner = ModelRunner.from_config("tiny", device="cpu", **OPTIONS)
+    runner = make_runner()
     assert runner.decode_query_len == 1
     for wrong in (0, 16, True, 1.0):
         with pytest.raises(ValueError, match=r"drafts per step: supported are 1 to 15"):
@@ -197,6 +204,6 @@ def test_what_cannot_be_expected():
     runner.expect_drafts(3)
     runner.expect_drafts(1)  # another engine of the same runner
     assert runner.decode_query_len == 4
-    without = ModelRunner.from_config("tiny", device="cpu", layers=[0], **OPTIONS)
+    without = make_runner(layers=[0])
     with pytest.raises(ValueError, match="needs an MTP layer"):
         without.expect_drafts(1)

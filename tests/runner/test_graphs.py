@@ -17,15 +17,15 @@ from deepseek_attn.runner.device_tables import DeviceTables
 from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs, batch_sizes, length_bucket
 from tests.support.oracle_transformers import TransformersOracle
-from tests.support.small_models import assert_no_near_tie, prompt
+from tests.support.small_models import assert_no_near_tie, prompt, two_layers
 from tests.support.tiers import EXHAUSTIVE
 
 OPTIONS = {"max_model_len": 700, "max_num_seqs": 5, "max_num_batched_tokens": 256}
 
 
 def make_runner(device: torch.device, numerics: str, dtype: str) -> ModelRunner:
-    preset = "tiny" if device.type == "cpu" else "tiny_gpu"
-    return ModelRunner.from_config(preset, device=device, numerics=numerics, dtype=dtype, cuda_graphs=False, **OPTIONS)
+    config = two_layers() if device.type == "cpu" else "tiny_gpu"
+    return ModelRunner.from_config(config, device=device, numerics=numerics, dtype=dtype, cuda_graphs=False, **OPTIONS)
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def random_ids(count: int, vocab: int) -> list[int]:
 
 @lru_cache(maxsize=1)
 def decided_texts(config: ModelConfig) -> list[list[int]]:
-    """Five texts of 340 tokens; those of the tiny model leave no choice to rounding."""
-    texts = [prompt(config, 340, seed) for seed in (0, 1, 3, 7, 8)]
-    if config.vocab_size == ModelConfig.from_preset("tiny").vocab_size:
+    """Five texts of 325 tokens; those of the tiny model leave no choice to rounding."""
+    texts = [prompt(config, 325, seed) for seed in (0, 1, 3, 7, 8)]
+    if config.vocab_size == two_layers().vocab_size:
         oracle = TransformersOracle(config, RandomSource(config, 0))
         for text in texts:
             assert_no_near_tie(oracle(text))
@@ -72,14 +72,14 @@ def decode(runner: ModelRunner, graphs: DecodeGraphs, sequences: list, counts: l
 def test_equals_ordinary_steps(runner, most):
     """Sequences of many lengths, over page borders; some leave, some join, batches change size."""
     lengths = (1, 62, 130, 255, 300)
-    texts = [text[: n + 40] for n, text in zip(lengths, decided_texts(runner.config), strict=True)]
+    texts = [text[: n + 25] for n, text in zip(lengths, decided_texts(runner.config), strict=True)]
     expected = runner.score(texts)
     graphs = graphs_of(runner)
-    sequences = [runner.sequence(text[:-40]) for text in texts]
+    sequences = [runner.sequence(text[:-25]) for text in texts]
     for sequence, text in zip(sequences, texts, strict=True):
         while sequence.num_pending:
             runner.step([(sequence, min(sequence.num_pending, 256))])
-        sequence.token_ids.extend(text[-40:])
+        sequence.token_ids.extend(text[-25:])
     generator = torch.Generator().manual_seed(most)
     while pending := [i for i, s in enumerate(sequences) if s.num_pending]:
         size = int(torch.randint(1, len(pending) + 1, (1,), generator=generator))
@@ -200,6 +200,9 @@ def test_padding_is_within_the_tokens_of_a_step():
     assert not graphs.supports([1, 3], 3)
 
 
+FEW_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 4, "vocab_size": 64}
+
+
 @pytest.mark.parametrize(
     ("preset", "options", "reason"),
     [
@@ -211,16 +214,17 @@ def test_padding_is_within_the_tokens_of_a_step():
 )
 def test_where_steps_cannot_be_captured(preset, options, reason):
     sizes = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 64, "layers": [1]}
+    config = ModelConfig.from_preset(preset).replace(**FEW_EXPERTS)
     with pytest.raises(ValueError, match=f"cuda_graphs=True: .*{reason}"):
-        ModelRunner.from_config(preset, device="cpu", cuda_graphs=True, **sizes, **options)
+        ModelRunner.from_config(config, device="cpu", cuda_graphs=True, **sizes, **options)
 
 
 def test_on_a_cpu_no_steps_are_captured():
-    assert ModelRunner.from_config("tiny", device="cpu", layers=[1], **OPTIONS).graphs is None
+    assert ModelRunner.from_config(two_layers(), device="cpu", layers=[1], **OPTIONS).graphs is None
 
 
 @pytest.mark.parametrize(("field", "value"), [("index_head_dim", 64), ("index_topk", 4097)])
 def test_an_indexer_without_kernels_is_not_captured(field, value):
-    config = ModelConfig.from_preset("tiny_gpu").replace(**{field: value})
+    config = ModelConfig.from_preset("tiny_gpu").replace(**FEW_EXPERTS, **{field: value})
     with pytest.raises(ValueError, match=rf"cuda_graphs=True: .*{field} is {value}"):
         ModelRunner.from_config(config, device="cpu", cuda_graphs=True, layers=[1], **OPTIONS)

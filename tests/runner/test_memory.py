@@ -30,6 +30,7 @@ from deepseek_attn.runner.memory import RunnerMemory
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.allocations import AllocationTrace
 from tests.layers.parallel.cases import v4_config
+from tests.support.small_models import two_layers
 from tests.support.tiers import EXHAUSTIVE, tiered
 from tests.support.v41_cases import tiny_for_kernels, with_repeated_layers
 
@@ -41,7 +42,9 @@ FAMILIES = tiered(["tiny", "tiny_v32", "tiny_v41"], ["tiny", "tiny_v32"])
 
 
 def small_config(preset: str) -> AnyConfig:
-    return tiny_for_kernels() if preset == "tiny_v41" else ModelConfig.from_preset(preset)
+    if preset == "tiny_v41":
+        return tiny_for_kernels()
+    return two_layers() if preset == "tiny" else ModelConfig.from_preset(preset).replace(num_hidden_layers=2)
 
 
 def memory_of(config: AnyConfig, limits: tuple[int, int, int], numerics: str = "serving", **facts) -> RunnerMemory:
@@ -147,7 +150,7 @@ def test_one_layer_of_each_kind_is_enough(preset, drafts, monkeypatch):
 def test_parts_add_up_and_nothing_is_left_behind():
     driver = triton.runtime.driver._active
     for limits in ((1, 1, 1), (65, 1, 129), (4096, 17, 3)):
-        found = memory_of(ModelConfig.from_preset("tiny"), limits)
+        found = memory_of(two_layers(), limits)
         assert found.total == sum(found.parts().values())
         assert min(found.parts().values()) >= 0
         assert min(found.weights, found.caches, found.step, found.graphs) > 0

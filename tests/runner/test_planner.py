@@ -14,6 +14,7 @@ from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.planner import make_plan, sequences_that_fit, tokens_that_fit
 from deepseek_attn.utils.workspace import aligned_bytes
+from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
 
 LIMITS = {"max_model_len": 1031, "max_num_seqs": 3, "max_num_batched_tokens": 200}
@@ -23,10 +24,11 @@ def attention_layers(runner: ModelRunner) -> list[DeepseekV4MLAAttention]:
     return [module for module in runner.model.modules() if isinstance(module, DeepseekV4MLAAttention)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("numerics", PRESETS)
+@pytest.mark.parametrize(
+    ("numerics", "dtype"), [(each, torch.bfloat16) for each in PRESETS] + [("exact", torch.float32)], ids=str
+)
 def test_plan_equals_allocation(numerics, dtype):
-    config = ModelConfig.from_preset("tiny")
+    config = two_layers()
     runner = ModelRunner.from_config(config, numerics=numerics, dtype=dtype, device="cpu", max_rollback=5, **LIMITS)
     plan = make_plan(config, PRESETS[numerics], dtype, *LIMITS.values(), max_rollback=5)
     allocated = sum(pool.tensor.untyped_storage().nbytes() for pool in runner.pools)
@@ -126,7 +128,10 @@ def test_what_fits_is_the_most_that_fits():
     assert sequences_that_fit(plan_for, 10**6, 65536) == 0
 
 
-@pytest.mark.parametrize("beside", [lambda n: 0, lambda n: 10**9 + 3 * 10**6 * n, lambda n: 4 * 10**8 * n.bit_length()])
+BESIDE = [lambda n: 0, lambda n: 10**9 + 3 * 10**6 * n, lambda n: 4 * 10**8 * n.bit_length()]
+
+
+@pytest.mark.parametrize("beside", tiered(BESIDE, BESIDE[1:2]))
 def test_what_fits_beside_other_parts_fits_and_is_the_most_to_a_percent(beside):
     config, memory = ModelConfig.from_preset("v4_flash"), 7 * 10**9
     totals = []

@@ -131,7 +131,7 @@ FORKS = [(n, "exact") for n in (1, 3, 4, 5, 63, 64, 65, 127, 128, 130, 255)]
 FORKS += [(n, numerics) for n in (3, 64, 130) for numerics in ("official", "serving")]
 
 
-QUICK = [(4, "exact"), (63, "exact"), (130, "official")]
+QUICK = [(63, "exact"), (130, "official")]
 
 
 @pytest.mark.parametrize(("length", "numerics"), tiered(FORKS, QUICK))

@@ -13,9 +13,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from deepseek_attn.checkpoint import CanonicalSource, RandomSource
+from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.cli import main
 from deepseek_attn.cli.plan_table import WIDTH
-from deepseek_attn.cli.warmup import read_headers
+from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
@@ -27,8 +29,12 @@ from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.step_plans import HEAD, INPUTS, LIBRARIES, brief, derived_fields, step_plans
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.support.tiers import tiered
+from tests.support.v41_cases import FOUR_LAYERS
 
-MODELS = ["tiny", "tiny_v32", "v4_flash", "v41_flash"]
+MODELS = {
+    "tiny": {}, "tiny_v32": {}, "v4_flash": {"num_hidden_layers": 4, "n_routed_experts": 32},
+    "v41_flash": FOUR_LAYERS | {"engram_num_embeddings": [384006168], "n_routed_experts": 32},
+}  # fmt: skip
 
 
 def facts_of(config):
@@ -40,15 +46,21 @@ def facts_of(config):
     }
 
 
+def headers_of(model):
+    """The config of a model with fewer layers and experts, and the headers of its checkpoint."""
+    config = ModelConfig.from_preset(model).replace(**MODELS[model])
+    return config, CanonicalSource(RandomSource(config), canonical_names(config)).entries()
+
+
 def plans_of(model, batches, context, prefills=()):
-    config, headers = read_headers(model)
+    config, headers = headers_of(model)
     return step_plans(config, headers, batches, context, prefills, **facts_of(config))
 
 
 @pytest.mark.parametrize("model", tiered(MODELS, ["tiny", "tiny_v32"]))
 def test_every_kernel_that_a_step_launches_is_listed(model):
     """In each step by itself, and no other kernel."""
-    config, headers = read_headers(model)
+    config, headers = headers_of(model)
     found = plans_of(model, [1, 33], 300, [65])
     sizes = RunnerSizes(300, 33, 256, 16)
     request = RunnerRequest.of(config, headers, sizes=sizes, **facts_of(config))

@@ -22,6 +22,14 @@ KERNEL_WIDTHS = {
 }  # fmt: skip
 
 
+# One layer of each way to share entries, one of them with an Engram; the draft stage after them has a window alone.
+FOUR_LAYERS = {
+    "num_hidden_layers": 4, "compress_ratios": [2, 1, 1, 1, 0], "kv_source_layer_ids": [0, 1],
+    "index_source_layer_ids": [0, 1, 2], "candidate_source_layer_id": 1, "engram_layer_ids": [1],
+    "num_nextn_predict_layers": 1, "dspark_target_layer_ids": [0, 3],
+}  # fmt: skip
+
+
 def tiny(**changes) -> DeepseekV41Config:
     return ModelConfig.from_preset("tiny_v41").replace(**changes)
 
@@ -46,18 +54,8 @@ def with_repeated_layers() -> DeepseekV41Config:
 
 
 def shallow() -> DeepseekV41Config:
-    """Four layers with an Engram, one of each way to share entries; a draft stage after them has a window alone."""
-    return tiny(
-        num_hidden_layers=4,
-        compress_ratios=[2, 1, 1, 1, 0],
-        kv_source_layer_ids=[0, 1],
-        index_source_layer_ids=[0, 1, 2],
-        candidate_source_layer_id=1,
-        engram_layer_ids=[1],
-        engram_num_embeddings=[660],
-        num_nextn_predict_layers=1,
-        dspark_target_layer_ids=[0, 3],
-    )
+    """A small model of four layers."""
+    return tiny(**FOUR_LAYERS, engram_num_embeddings=[660])
 
 
 def make_runner(config: DeepseekV41Config, source: CheckpointSource | None = None, **options) -> ModelRunner:

@@ -63,7 +63,7 @@ def test_logits_equal_brute_force(model, length):
 @pytest.mark.parametrize("chunk", tiered([1, 2, 3, 5, 8, 13, 64, 65], [1, 13]))
 def test_chunks_equal_brute_force(model, chunk):
     """1: token by token, through the decode path; each ratio-2 pair then spans two steps."""
-    prompts = [model.prompts[0][:53], model.prompts[1][:40]]
+    prompts = [model.prompts[0][:35], model.prompts[1][:26]]
     for logits, expected in zip(model.runner.score(prompts, chunk), model.references, strict=True):
         assert_close(logits, expected[: len(logits)], TOLERANCE)
 
