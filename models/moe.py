@@ -23,12 +23,13 @@ from deepseek_attn.kernels.moe import (
     swiglu,
 )
 from deepseek_attn.layers.expert_files import ExpertFileCache
-from deepseek_attn.layers.expert_memory import DISK, HOST, RESIDENT, ExpertMemory
+from deepseek_attn.layers.expert_memory import DISK, RESIDENT, ExpertMemory
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.split import shard_unit
 from deepseek_attn.layers.weights import CheckpointModule, Shard, SlotKind, WeightSlot, check_finite
+from deepseek_attn.models.host_experts import LayerExperts
 from deepseek_attn.utils.device import run_beside
 from deepseek_attn.utils.tracing import traced
 
@@ -151,7 +152,12 @@ class Experts(CheckpointModule):
             two differ by rounding.
         shard: the experts of this rank, over which outputs are summed; None for all of them.
         memory: where the experts are kept.
+
+    Attributes:
+        rows: on the GPU, for experts in host memory; None for experts that are where they are computed.
     """
+
+    rows: LayerExperts | None = None
 
     def __init__(
         self,
@@ -193,10 +199,14 @@ class Experts(CheckpointModule):
         if self.memory.kind == DISK:
             with self._cached_stacks(experts) as stacks:
                 return moe_experts(x, experts, weights, *stacks, *options)
-        stacks = [_stack(linear) for linear in self.projections]
-        if self.memory.kind == HOST and x.is_cuda:
-            stacks = [ExpertStack(*(None if t is None else t.to(x.device) for t in stack)) for stack in stacks]
-        return moe_experts(x, experts, weights, *stacks, *options)
+        if self.rows is None:
+            return moe_experts(x, experts, weights, *self.stacks(), *options)
+        found = self.rows.find(experts)
+        return moe_experts(x, experts, weights, *self.rows.stacks, *options, slots=found)
+
+    def stacks(self) -> tuple[ExpertStack, ExpertStack, ExpertStack]:
+        """All experts, in the order in which `moe_experts` takes the projections."""
+        return _stack(self.w1), _stack(self.w3), _stack(self.w2)
 
     @property
     def projections(self) -> tuple[ExpertLinear, ExpertLinear, ExpertLinear]:

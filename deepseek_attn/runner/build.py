@@ -45,12 +45,14 @@ from deepseek_attn.layers.launch import environment
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, Backbone, layer_specs
 from deepseek_attn.models.families import Family, get_family
+from deepseek_attn.models.host_experts import ExpertRows
 from deepseek_attn.runner.ahead.compilation import Compilation, compiling_ahead, launching
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.cpu_threads import CpuThreads
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
 from deepseek_attn.runner.expert_files import ExpertFiles, check_cache
 from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.host_experts import hold_experts
 from deepseek_attn.runner.sequence import TokenLimits
 from deepseek_attn.utils.device import available_memory, total_memory
 from deepseek_attn.utils.sizes import show_bytes
@@ -59,18 +61,10 @@ from deepseek_attn.utils.turns import in_turn
 from deepseek_attn.utils.workspace import Workspace
 
 Model = Backbone | AttentionStack
-FREED = (
-    "model",
-    "pools",
-    "workspace",
-    "manager",
-    "builder",
-    "drafter",
-    "prefixes",
-    "graphs",
-    "tables",
-    "expert_files",
-)  # fmt: skip  # by `close`
+FREED = (  # by `close`
+    *("model", "pools", "workspace", "manager", "builder", "drafter", "prefixes", "graphs", "tables"),
+    *("expert_files", "expert_rows"),
+)
 
 
 @dataclass(repr=False)
@@ -86,6 +80,7 @@ class LoadedModel:
         graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
         tables: looks rows of Engram tables up; None for a model without Engram layers.
         expert_files: of routed experts that stay in the checkpoint; None for experts elsewhere.
+        expert_rows: rows on the GPU for experts in host memory; None for experts elsewhere.
         reference_only: every op runs in plain torch (``backend="reference"``).
         graph_problem: why decode steps cannot be captured here; empty where they can.
         deterministic: a row's logits do not depend on the rest of the batch (`RunnerOptions`).
@@ -116,6 +111,7 @@ class LoadedModel:
     graphs: DecodeGraphs | None
     tables: EngramTables | None
     expert_files: ExpertFiles | None
+    expert_rows: ExpertRows | None
     reference_only: bool
     graph_problem: str
     deterministic: bool
@@ -302,6 +298,7 @@ def build_runner(
             cuda_graphs=cuda_graphs,
             num_drafts=expected_drafts,
             parallel=parallel,
+            experts=experts,
         )
     with compiling_ahead(request) as compilation:
         model = family.build(layers, attention_only, max_model_len)
@@ -319,6 +316,7 @@ def build_runner(
         workspace = _bind_layers(family, model, pools)
         tables = _engram_tables(config, canonical, model, device)
         expert_files = ExpertFiles.open(model, experts, local_ranks(parallel))
+        expert_rows = hold_experts(model, config, experts, device, max_num_batched_tokens)
         runner = cls(
             config=config,
             numerics=family.numerics,
@@ -337,6 +335,7 @@ def build_runner(
             graphs=_decode_graphs(cuda_graphs, family, model, layout, tables),
             tables=tables,
             expert_files=expert_files,
+            expert_rows=expert_rows,
             reference_only=family.reference_only,
             graph_problem=family.graph_problem(),
             deterministic=deterministic,
@@ -354,8 +353,10 @@ def build_runner(
 def load_memory(device: torch.device, parallel: Parallel) -> tuple[int, int]:
     """Bytes of memory for weights on the device, and for weights in host memory, of one of the ranks of a host.
 
-    Rank 0 measures for all ranks, before any of them loads.
+    Rank 0 measures for all ranks, before any of them loads. The device "meta" has as much as any model needs.
     """
+    if device.type == "meta":
+        return total_memory(device), total_memory(device)
     host = parallel.share(available_memory()) // local_ranks(parallel)
     return (host if device.type == "cpu" else total_memory(device)), host
 

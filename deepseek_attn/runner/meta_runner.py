@@ -42,6 +42,8 @@ class MetaRunner(LoadedModel):
             **request.sizes._asdict(),
             cuda_graphs=request.cuda_graphs,
             parallel=MetaRanks(ranks.rank, ranks.world, ranks.dp_attention),
+            expert_memory=request.experts.kind,
+            expert_cache_bytes=request.experts.cache_bytes,
             compile_ahead=False,
             progress=False,
         )

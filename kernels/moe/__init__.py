@@ -9,22 +9,22 @@ from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.linear import FP8_GROUPS, UNQUANTIZED, InputFormat
 from deepseek_attn.kernels.moe.types import (
     UNGROUPED,
-    ExpertCache,
     ExpertGroups,
     ExpertRange,
     ExpertStack,
     HashRouting,
+    HostExperts,
     copied_parts,
     expert_parts,
 )
 
 __all__ = [
     "UNGROUPED",
-    "ExpertCache",
     "ExpertGroups",
     "ExpertRange",
     "ExpertStack",
     "HashRouting",
+    "HostExperts",
     "copied_parts",
     "count_expert_uses",
     "expert_parts",
@@ -129,7 +129,7 @@ def moe_experts(
     return op(x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, num_routed, add_ready, slots)
 
 
-def fetch_experts(cache: ExpertCache, experts: Tensor | None = None) -> Tensor:
+def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
     """Copies experts of a layer that the device lacks from host memory; returns the row of each.
 
     Which experts are copied follows from data on the device: the host does not wait, and CUDA graphs may hold the call.
@@ -162,7 +162,7 @@ def fetch_experts(cache: ExpertCache, experts: Tensor | None = None) -> Tensor:
     return op(cache, experts)
 
 
-def count_expert_uses(cache: ExpertCache, experts: Tensor) -> None:
+def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
     """Updates ``cache.uses`` as `fetch_experts` with these experts does, and nothing else."""
     if runs_triton(cache.row):
         from deepseek_attn.kernels.moe.launch import count_expert_uses as op

@@ -19,7 +19,7 @@ _KEPT = tl.constexpr((2**31 - 1) << 32)  # key of rows that this call needs: beh
 
 
 class CacheState(NamedTuple):
-    """Tensors of `ExpertCache` that `choose_rows_kernel` reads and writes."""
+    """Tensors of `HostExperts` that `choose_rows_kernel` reads and writes."""
 
     row: Any
     owner: Any
@@ -48,7 +48,7 @@ def choose_rows_kernel(
 
     Args:
         experts_ptr: ``[pairs]``, -1 for experts of other ranks; None: all experts are needed, and no row changes.
-        cache: `CacheState`; num_rows, first, staged: S, and rows, of `ExpertCache`.
+        cache: `CacheState`; num_rows, first, staged: S, and rows, of `HostExperts`.
         BINS, ROWS: powers of two, more than E and at least E. FETCH: False: only uses are counted.
     """
     expert = tl.arange(0, BINS)

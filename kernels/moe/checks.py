@@ -8,7 +8,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import INTS, check
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.plans import cdiv
-from deepseek_attn.kernels.moe.types import ExpertCache, ExpertGroups, ExpertStack, HashRouting
+from deepseek_attn.kernels.moe.types import ExpertGroups, ExpertStack, HashRouting, HostExperts
 
 _SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
 
@@ -71,7 +71,7 @@ MAX_CACHED = 8192
 """Experts of a layer that `fetch_experts` chooses from: one program holds them all."""
 
 
-def check_cache(cache: ExpertCache, experts: Tensor | None) -> None:
+def check_cache(cache: HostExperts, experts: Tensor | None) -> None:
     """Raises ValueError: arguments of `fetch_experts` that do not fit."""
     check("the experts of a cache", cache.row, ("E",), torch.int32, contiguous=True)
     E, S = len(cache.row), len(cache.owner)

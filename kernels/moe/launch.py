@@ -53,12 +53,12 @@ from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, mo
 from deepseek_attn.kernels.moe.types import (
     COPY_BYTES,
     UNGROUPED,
-    ExpertCache,
     ExpertGroups,
     ExpertRange,
     ExpertsPass,
     ExpertStack,
     HashRouting,
+    HostExperts,
 )
 
 
@@ -297,7 +297,7 @@ def _pointers(stack: ExpertStack, as_bytes: bool) -> StackPointers:
     return StackPointers(stack.weight.view(torch.uint8) if as_bytes else stack.weight, stack.scale)
 
 
-def fetch_experts(cache: ExpertCache, experts: Tensor | None = None) -> Tensor:
+def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
     """See `kernels.moe.fetch_experts`."""
     check_cache(cache, experts)
     if experts is not None and not experts.numel():
@@ -321,7 +321,7 @@ def fetch_experts(cache: ExpertCache, experts: Tensor | None = None) -> Tensor:
     return cache.found
 
 
-def count_expert_uses(cache: ExpertCache, experts: Tensor) -> None:
+def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
     """See `kernels.moe.count_expert_uses`."""
     check_cache(cache, experts)
     if experts.numel():
@@ -329,7 +329,7 @@ def count_expert_uses(cache: ExpertCache, experts: Tensor) -> None:
         _choose_rows(plan, cache, experts, False)
 
 
-def _choose_rows(plan: FetchPlan, cache: ExpertCache, experts: Tensor | None, fetch: bool) -> None:
+def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor | None, fetch: bool) -> None:
     """Launches the program that counts uses and, with ``fetch``, lists the experts to copy, with their rows."""
     E, pairs = len(cache.row), 0 if experts is None else experts.numel()
     warps = plan.choose.config.warps

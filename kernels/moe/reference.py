@@ -12,11 +12,11 @@ from torch import Tensor
 from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat, dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.types import (
     UNGROUPED,
-    ExpertCache,
     ExpertGroups,
     ExpertRange,
     ExpertStack,
     HashRouting,
+    HostExperts,
     expert_parts,
 )
 from deepseek_attn.kernels.moe.uses import DECAY, MAX_TOKENS, USE
@@ -195,7 +195,7 @@ def _lay_out(expert_of_row: Tensor, count: int) -> tuple[Tensor, list[int]]:
     return place, padded.tolist()
 
 
-def fetch_experts(cache: ExpertCache, experts: Tensor | None = None) -> Tensor:
+def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
     """See `deepseek_attn.kernels.moe.fetch_experts`."""
     rows = cache.row.tolist()
     if experts is None:
@@ -229,7 +229,7 @@ def fetch_experts(cache: ExpertCache, experts: Tensor | None = None) -> Tensor:
     return cache.found
 
 
-def count_expert_uses(cache: ExpertCache, experts: Tensor) -> None:
+def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
     """See `deepseek_attn.kernels.moe.count_expert_uses`."""
     chosen = experts.flatten()
     tokens = torch.bincount(chosen[chosen >= 0], minlength=len(cache.uses)).clamp(max=MAX_TOKENS)

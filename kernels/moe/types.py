@@ -66,7 +66,7 @@ class ExpertStack(NamedTuple):
         return "plain" if self.scale is None else "fp4" if self.is_fp4 else "fp8"
 
 
-class ExpertCache(NamedTuple):
+class HostExperts(NamedTuple):
     """Routed experts of one layer in pinned host memory, of which the device holds some.
 
     Stacks on the device have rows of one expert each, which several layers share. ``owner`` names the rows that cache
@@ -124,7 +124,7 @@ def expert_parts(stacks: tuple[ExpertStack, ExpertStack, ExpertStack]) -> list[T
 def copied_parts(
     host: tuple[ExpertStack, ExpertStack, ExpertStack], device: tuple[ExpertStack, ExpertStack, ExpertStack]
 ) -> CopiedParts:
-    """The parts of `ExpertCache`; all tensors are contiguous, and pinned in host memory if the device is a GPU.
+    """The parts of `HostExperts`; all tensors are contiguous, and pinned in host memory if the device is a GPU.
 
     Raises:
         ValueError: stacks of different formats, or not contiguous.

@@ -18,6 +18,7 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.dispatch import need_triton
+from deepseek_attn.layers.expert_memory import RESIDENT, ExpertMemory
 from deepseek_attn.layers.parallel import Parallel
 
 PACKAGES = ("deepseek_attn", "deepseek_attn.kernels", "deepseek_attn.models")  # their code chooses kernels
@@ -47,6 +48,7 @@ class RunnerRequest:
         gpu: the GPU that kernels are for.
         num_drafts: tokens that the MTP layer drafts per step; 0 without speculation.
         parallel: the rank; its collectives are left out.
+        experts: where routed experts are kept.
     """
 
     config: AnyConfig
@@ -59,6 +61,7 @@ class RunnerRequest:
     cuda_graphs: bool | None = None
     num_drafts: int = 0
     parallel: Parallel = dataclasses.field(default_factory=Parallel.single)
+    experts: ExpertMemory = RESIDENT
 
     @classmethod
     def of(

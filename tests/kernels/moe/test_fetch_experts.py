@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.moe import ExpertCache, ExpertStack, copied_parts, expert_parts, reference
+from deepseek_attn.kernels.moe import ExpertStack, HostExperts, copied_parts, expert_parts, reference
 from tests.kernels.moe.moe_cases import FORMATS, make_case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,7 +39,7 @@ def make_cache(host, num_rows, others=3, filled=True, device=None):
         owner.copy_(torch.arange(num_rows, **ints))
         for source, target in zip(expert_parts(host), expert_parts(stacks), strict=True):
             target[others : others + num_rows].copy_(source[:num_rows])
-    return ExpertCache(
+    return HostExperts(
         host, stacks, row, owner, torch.zeros(E, **ints), others, others + num_rows,
         torch.full((E,), -7, **ints), torch.full((2, E), -7, **ints), torch.full((1,), -7, **ints),
         copied_parts(host, stacks),

@@ -1,0 +1,47 @@
+"""Routed experts in pinned host memory: how much of the GPU's memory holds some of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.layers.expert_memory import HOST, ExpertMemory
+from deepseek_attn.models.block import Backbone
+from deepseek_attn.models.host_experts import ExpertRows
+from deepseek_attn.models.moe import Experts
+
+STEP_BYTES, STEP_BYTES_PER_TOKEN = 2 << 30, 384 << 10
+"""GPU memory that is left to steps and their graphs, and more of it for each token of ``max_num_batched_tokens``."""
+
+
+def hold_experts(
+    model: nn.Module, config: AnyConfig, memory: ExpertMemory, device: torch.device, tokens: int
+) -> ExpertRows | None:
+    """Gives the layers of a loaded model rows on the GPU for experts in host memory; None if there are none.
+
+    Called when everything else of the runner's lifetime is allocated. Without ``expert_cache_bytes`` experts take all
+    memory that is free but for the part of steps of this number of ``tokens``.
+
+    Raises:
+        ValueError: too little memory; see `cached_experts`.
+    """
+    if memory.kind != HOST or device.type == "cpu" or not isinstance(model, Backbone):
+        return None
+    in_turn = [module for module in model.layers.modules() if isinstance(module, Experts)]
+    drafting = [module for module in model.mtp.modules() if isinstance(module, Experts)]
+    layers = in_turn + drafting
+    if not layers:
+        return None
+    budget = memory.cache_bytes
+    if device.type == "meta":
+        budget = None
+    elif budget is None:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        budget = free - STEP_BYTES - STEP_BYTES_PER_TOKEN * tokens
+    rows = ExpertRows.of([layer.stacks() for layer in layers], device, budget, len(in_turn))
+    for layer, held in zip(layers, rows.layers, strict=True):
+        layer.rows = held
+    rows.watch(model, config.num_experts_per_tok)
+    return rows

@@ -1,0 +1,187 @@
+"""Models whose experts are in host memory: the same bits as with all experts resident, whatever the device holds."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.impls.options import AttentionOptions
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.moe import ExpertStack
+from deepseek_attn.layers.expert_memory import ExpertMemory
+from deepseek_attn.models.host_experts import ExpertFormat, ExpertRows, cached_experts, expert_formats
+from deepseek_attn.models.moe import Experts
+from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
+from tests.support.drafts import complete
+from tests.support.small_models import prompt
+
+OPTIONS = {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+CHUNKS = (None, 13)
+
+
+def experts_of(runner: ModelRunner) -> list[Experts]:
+    return [module for module in runner.model.modules() if isinstance(module, Experts)]
+
+
+def budget_of(runner: ModelRunner, cached: int) -> int:
+    """Bytes of rows for ``cached`` experts of each layer."""
+    return sum(form.held(cached) for form, _ in expert_formats([layer.stacks() for layer in experts_of(runner)]))
+
+
+@contextmanager
+def held(runner: ModelRunner, cached: int):
+    """In this context the runner's layers read experts by rows, as with ``expert_memory="host"`` on a GPU."""
+    layers, budget = experts_of(runner), budget_of(runner, cached)
+    in_turn = sum(isinstance(module, Experts) for module in runner.model.layers.modules())
+    rows = ExpertRows.of([layer.stacks() for layer in layers], runner.device, budget, in_turn)
+    assert (rows.cached, rows.nbytes) == (cached, budget)
+    for layer, of_layer in zip(layers, rows.layers, strict=True):
+        layer.rows = of_layer
+    hooks = rows.watch(runner.model, runner.config.num_experts_per_tok)
+    try:
+        yield rows
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in layers:
+            del layer.rows
+
+
+def texts_of(runner: ModelRunner) -> list[list[int]]:
+    return [prompt(runner.config, length, seed) for seed, length in enumerate((1, 33, 70))]
+
+
+def generated(runner: ModelRunner, drafts: int) -> list[tuple[int, ...]]:
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    return complete(runner, [(text, params) for text in texts_of(runner)], drafts)[0]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny_v32", "tiny_v41"])
+def test_the_same_bits_on_a_cpu(preset):
+    """Prompts in one step and in chunks; text with drafts."""
+    runner = ModelRunner.from_config(preset, device="cpu", dtype="float32", numerics="exact", **OPTIONS)
+    count = experts_of(runner)[0].count
+    texts = texts_of(runner)
+    expected = [runner.score(texts, chunk_size) for chunk_size in CHUNKS]
+    drafted = generated(runner, 1)
+    for cached in (1, count // 2 + 1):
+        with held(runner, cached) as rows:
+            for chunk_size, whole in zip(CHUNKS, expected, strict=True):
+                for got, logits in zip(runner.score(texts, chunk_size), whole, strict=True):
+                    assert torch.equal(got, logits)
+            assert generated(runner, 1) == drafted
+            assert not any(layer._is_ahead for layer in rows.layers)
+            assert all(layer.has_all or layer.state.uses.any() for layer in rows.layers)
+    runner.close()
+
+
+def test_copies_run_one_layer_ahead(monkeypatch):
+    """Each layer starts the copies of the next one; those that no layer takes are waited for at the end."""
+    runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
+    with held(runner, 3) as rows:
+        order = []
+        for number, layer in enumerate(rows.layers):
+            start, take = layer.copy_ahead, layer.finish
+            monkeypatch.setattr(
+                layer, "copy_ahead", lambda n=number, f=start, o=layer: (o._is_ahead or order.append(("copy", n)), f())
+            )
+            monkeypatch.setattr(
+                layer, "finish", lambda n=number, f=take, o=layer: (o._is_ahead and order.append(("take", n)), f())
+            )
+        runner.score([prompt(runner.config, 40)])
+        backbone = len(runner.model.layers)
+        expected = [("copy", 0)]
+        for number in range(backbone):
+            expected += [("copy", number + 1)] if number + 1 < backbone else []
+            expected += [("take", number)]
+        assert order == expected
+        order.clear()
+        with pytest.raises(IndexError):
+            runner.model(torch.full((40,), runner.config.vocab_size + 5), None, None)
+        assert order == [("copy", 0), ("take", 0)]
+        assert not any(layer._is_ahead for layer in rows.layers)
+    runner.close()
+
+
+def test_what_fits():
+    formats = [ExpertFormat(experts=256, nbytes=10, layers=43), ExpertFormat(8, 100, 1)]
+    for cached in (1, 8, 100, 255, 256):
+        held_bytes = sum(form.held(cached) for form in formats)
+        assert cached_experts(formats, held_bytes) == cached
+        assert cached_experts(formats, held_bytes + 1) == cached
+    assert formats[0].held(256) == 256 * 43 * 10
+    assert formats[0].held(300) == formats[0].held(256)
+    least = sum(form.held(1) for form in formats)
+    with pytest.raises(ValueError, match=rf"the least is {least:,}, for one expert of each of 44 layers"):
+        cached_experts(formats, least - 1)
+
+
+def test_layers_of_two_formats_have_stacks_of_their_own():
+    def stacks(experts, inner, dtype):
+        shapes = [(experts, inner, 32), (experts, inner, 32), (experts, 32, inner)]
+        return tuple(ExpertStack(torch.randn(shape).to(dtype)) for shape in shapes)
+
+    layers = [stacks(5, 16, torch.float32), stacks(7, 16, torch.bfloat16), stacks(5, 16, torch.float32)]
+    rows = ExpertRows.of(layers, torch.device("cpu"), 1 << 30)
+    assert [layer.has_all for layer in rows.layers] == [True] * 3
+    rows = ExpertRows.of(layers, torch.device("cpu"), None)
+    assert rows.layers[0].stacks is rows.layers[2].stacks
+    assert rows.layers[0].stacks is not rows.layers[1].stacks
+    for host, layer in zip(layers, rows.layers, strict=True):
+        for T in (1, 60):
+            experts = torch.randint(len(host[0].weight), (T, 2))
+            found = layer.find(experts)
+            for source, target in zip(host, layer.stacks, strict=True):
+                assert torch.equal(target.weight[found[experts].long()], source.weight[experts])
+
+
+def test_kernels_are_listed_ahead():
+    """Those of single tokens, which fetch what they need, and of prompts, which copy everything ahead."""
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    from deepseek_attn.runner.ahead.recording import recorded_launches
+    from deepseek_attn.runner.kernel_list import KernelLists
+
+    config, gpu = ModelConfig.from_preset("tiny_gpu"), GPU((9, 0), 132)
+    request = RunnerRequest.of(
+        config, RandomSource(config).entries(), numerics=numerics_for(config, "serving", None), dtype=torch.bfloat16,
+        attention=AttentionOptions(), sizes=RunnerSizes(300, 2, 100, 16), gpu=gpu, experts=ExpertMemory("host"),
+    )  # fmt: skip
+    with recorded_launches(gpu) as launches:
+        lists = KernelLists(request, launches)
+        for rows in ([(1, 20)], [(90, 90)]):
+            found = [variant.name for variant in lists.step(rows)]
+            assert "copy_experts_kernel" in found
+            # a prompt: where experts go, and counts of use
+            assert found.count("choose_rows_kernel") == (1 if rows[0][0] == 1 else 2)
+
+
+# --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["tiny_gpu", "tiny_v32", "tiny_v41"])
+def test_the_same_bits_on_a_gpu(device, preset):
+    """Graphs, prompts, drafts: everything as with all experts on the GPU."""
+    options = OPTIONS | {"device": device, "numerics": "serving"}
+    with ModelRunner.from_config(preset, **options) as runner:
+        texts = texts_of(runner)
+        expected = [runner.score(texts, chunk_size) for chunk_size in CHUNKS]
+        texts_expected = [generated(runner, drafts) for drafts in (0, 1)]
+        budgets = {cached: budget_of(runner, cached) for cached in (1, experts_of(runner)[0].count // 2)}
+    for cached, budget in budgets.items():
+        with ModelRunner.from_config(preset, expert_memory="host", expert_cache_bytes=budget, **options) as runner:
+            assert runner.expert_rows is not None
+            assert runner.expert_rows.cached == cached
+            assert not experts_of(runner)[0].w1.weight.is_cuda
+            for _ in range(2):
+                for chunk_size, whole in zip(CHUNKS, expected, strict=True):
+                    for got, logits in zip(runner.score(texts, chunk_size), whole, strict=True):
+                        assert torch.equal(got, logits)
+                assert [generated(runner, drafts) for drafts in (0, 1)] == texts_expected
