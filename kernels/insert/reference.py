@@ -191,15 +191,17 @@ def _pool_and_keep(part: CompressPart, windows: ClosingWindows) -> Tensor:
 
 def check_part(part: CompressPart, batch: CompressBatch) -> None:
     """Raises ValueError when the shapes of a compressor do not fit the batch."""
-    width = batch.pooled_tokens // batch.ratio * part.dim
-    tokens = len(batch.positions)
-    of = f"of a compressor of ratio {batch.ratio}, {part.dim} channels and rings of {batch.rows} rows"
-    check(f"kv {of}", part.kv, (tokens, width), torch.float32)
-    check(f"score {of}", part.score, (tokens, width), torch.float32)
-    check(f"ape {of}", part.ape, (batch.ratio, width), torch.float32)
-    check(f"state {of}", part.state, ("pages", batch.rows, 2 * width), torch.float32)
-    if part.record.dim != part.dim:
-        raise ValueError(f"entries have {part.dim} channels, and the record holds {part.record.dim}")
+    dim, ratio, tokens = part.dim, batch.ratio, len(batch.positions)
+    width = 2 * dim if batch.overlap else dim
+    try:
+        check("kv", part.kv, (tokens, width), torch.float32)
+        check("score", part.score, (tokens, width), torch.float32)
+        check("ape", part.ape, (ratio, width), torch.float32)
+        check("state", part.state, ("pages", batch.rows, 2 * width), torch.float32)
+    except ValueError as error:  # every layer of a step is checked: words are put together here
+        raise ValueError(f"a compressor of ratio {ratio}, {dim} channels, rings of {batch.rows} rows: {error}") from None
+    if part.record.dim != dim:
+        raise ValueError(f"entries have {dim} channels, and the record holds {part.record.dim}")
 
 
 def _pooled(part: CompressPart, score: Tensor, state: Tensor, windows: ClosingWindows) -> Tensor:
