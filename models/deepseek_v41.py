@@ -11,7 +11,8 @@ import torch
 
 from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.hyper_connection import DelayedInput, DelayedOutput, SublayerOutput
+from deepseek_attn.kernels.hyper_connection import DelayedInput, SublayerOutput
+from deepseek_attn.kernels.hyper_connection.types import DelayedOutput
 from deepseek_attn.layers.engram import Engram
 from deepseek_attn.layers.weights import RMSNorm
 from deepseek_attn.models.block import Backbone, Block, BuildContext

@@ -27,7 +27,7 @@ from deepseek_attn.kernels.insert import (
     TokenRows,
     insert_tokens,
 )
-from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
+from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
 from deepseek_attn.layers.linear import GroupedLinear, Linear, empty_quantized, join_weights, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable

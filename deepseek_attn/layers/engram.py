@@ -15,7 +15,8 @@ import torch
 
 from deepseek_attn.config.engram import EngramConfig
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.kernels.engram import SCALE_GROUP, TableRows, dequantize_rows, gate_streams, hash_rows
+from deepseek_attn.kernels.engram import TableRows, dequantize_rows, gate_streams, hash_rows
+from deepseek_attn.kernels.engram.types import SCALE_GROUP
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.weights import CheckpointModule, WeightSlot
 from deepseek_attn.utils.tracing import traced

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.kernels.common.quant import InputFormat, row_exponents
-from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
+from deepseek_attn.kernels.linear.formats import dequantize_weight, quantized_input
 from deepseek_attn.layers.expert_files import ExpertFileCache, ExpertReaders, StoredPair
 from deepseek_attn.layers.expert_memory import DISK, HOST, RESIDENT, ExpertMemory, UnreadWeight
 from deepseek_attn.layers.weights import CheckpointModule, SlotKind, WeightSlot, check_fp8_input, parameter, to_stored

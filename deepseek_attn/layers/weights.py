@@ -17,7 +17,7 @@ from torch import nn
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.kernels.common.quant import merge_fp8_blocks
 from deepseek_attn.kernels.engram import TableRows
-from deepseek_attn.kernels.linear import dequantize_weight
+from deepseek_attn.kernels.linear.formats import dequantize_weight
 from deepseek_attn.kernels.norm import rms_norm
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -22,7 +22,7 @@ from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.impls.options import AttentionOptions
-from deepseek_attn.kernels.indexer import SCORE_BYTES
+from deepseek_attn.kernels.indexer.types import SCORE_BYTES
 from deepseek_attn.utils.sizes import largest
 from deepseek_attn.utils.workspace import aligned_bytes
 

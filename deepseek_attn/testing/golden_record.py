@@ -15,7 +15,8 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.queries import AttentionQueries
-from deepseek_attn.kernels.hyper_connection import DelayedOutput, SublayerOutput, hc_post, hc_pre
+from deepseek_attn.kernels.hyper_connection import SublayerOutput, hc_post, hc_pre
+from deepseek_attn.kernels.hyper_connection.types import DelayedOutput
 from deepseek_attn.kernels.indexer import index_scores
 from deepseek_attn.models.hyper_connection import hyper_connection
 from deepseek_attn.models.moe import MoE

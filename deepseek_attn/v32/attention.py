@@ -22,7 +22,6 @@ from deepseek_attn.kernels.common.quant import QuantizedRows, decode_e8m0
 from deepseek_attn.kernels.indexer import IndexQueries, latent_queries
 from deepseek_attn.kernels.insert import CacheRows, LatentTokens, insert_latents
 from deepseek_attn.kernels.latent import (
-    WEIGHT_BLOCK,
     LatentQueries,
     LatentWeight,
     ProjectedValues,
@@ -30,6 +29,7 @@ from deepseek_attn.kernels.latent import (
     project_values,
     project_values_quantized,
 )
+from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK
 from deepseek_attn.layers.linear import Linear, empty_quantized, join_weights, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable

@@ -8,7 +8,8 @@ from torch import Tensor
 from deepseek_attn.attention.indexer import LightningIndexer
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config
-from deepseek_attn.kernels.insert import CacheRows, IndexKeyRows
+from deepseek_attn.kernels.insert import CacheRows
+from deepseek_attn.kernels.insert.types import IndexKeyRows
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule

@@ -12,15 +12,6 @@ from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.common.records import CacheRecord
 
-__all__ = [
-    "PagedKeys",
-    "attend_raw_q",
-    "causal_attention",
-    "dequantize_and_gather_k_cache",
-    "sparse_attention",
-    "sparse_attention_paged",
-]
-
 
 def sparse_attention(
     q: Tensor,

@@ -37,7 +37,7 @@ def dequantize_and_gather_k_cache(
     gather_kernel[(cdiv(max_rows, shape.ROWS), b)](
         GatherRows(out[:, offset:], out.stride(0), out.stride(1)), GatherPool(pool, pool.stride(0)),
         seq_lens, gather_lens, block_table, max_rows, block_table.shape[1], block_table.stride(0),
-        SHAPE=shape, enable_fp_fusion=True, num_warps=plan.choice.config.warps,
+        SHAPE=shape, enable_fp_fusion=True, num_warps=plan.config.warps,
     )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def _planned_shape(out: Tensor, record: CacheRecord, pool: Tensor, n: int) -> tu
     unit = 4 if group == 128 else 1 if coded == record.dim else raw.itemsize
     check_pool(record, pool, n, unit)
     plan = plan_gather(GatherProblem(record.dim, coded, group), gpu(out.device))
-    tiles = plan.choice.config
+    tiles = plan.config
     shape = EntryShape(
         N=n,
         ENTRY=entry,

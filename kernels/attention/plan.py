@@ -27,6 +27,7 @@ from deepseek_attn.kernels.common.plans import (
     equals,
     kernel_planner,
     next_power_of_2,
+    one_kernel,
     planner,
     up_to,
 )
@@ -228,9 +229,7 @@ def whole_columns(problem: CombineProblem, gpu: GPU) -> CombineTiles:
     return CombineTiles(splits, channels, warps)
 
 
-COMBINE = Table(
-    "attention.combine", {"attention_combine_kernel": ANY}, [Row(ANY, "attention_combine_kernel", whole_columns)]
-)
+COMBINE = one_kernel("attention.combine", "attention_combine_kernel", (ANY, whole_columns))
 
 
 @dataclass(frozen=True)
@@ -311,11 +310,7 @@ LIBRARY = Table(
         Row(V32 & HEADS_128 & above("queries", 1), "FlashMLA", source=V32_OPS),
         Row(V32 & HEADS_64 & above("queries", 7), "FlashMLA", source=V32_OPS),
         Row(V32 & ~COMPILED & above("queries", 31), "FlashMLA", source=V32_OPS),
-        Row(
-            ~V32 & HEADS_128 & WINDOW_OR_MANY & above("queries", 8),
-            "FlashMLA",
-            source=DECODE,
-        ),
+        Row(~V32 & HEADS_128 & WINDOW_OR_MANY & above("queries", 8), "FlashMLA", source=DECODE),
         Row(~V32 & HEADS_128 & above("queries", 32), "FlashMLA", source=DECODE),
         Row(ANY, "attend_kernel", source=DECODE),
     ],
@@ -377,5 +372,5 @@ def whole_rows(problem: GatherProblem, gpu: GPU) -> GatherTiles:
     return GatherTiles(4, 2, coded, 0 if fits else next_power_of_2(problem.dim - problem.coded))
 
 
-GATHER = Table("attention.gather", {"gather_kernel": ANY}, [Row(ANY, "gather_kernel", whole_rows)])
+GATHER = one_kernel("attention.gather", "gather_kernel", (ANY, whole_rows))
 plan_gather = kernel_planner(GATHER)

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from deepseek_attn.kernels.collectives.types import PeerBuffers
 
-__all__ = ["PeerBuffers", "all_gather", "all_reduce", "reduce_scatter"]
-
 
 def all_reduce(x: Tensor, peers: PeerBuffers) -> Tensor:
     """Sum of ``x`` over all ranks, in float32 and rounded once: the same bits on every rank."""

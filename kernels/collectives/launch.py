@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.collectives.one_shot_triton import ExchangeConfig, ExchangeWords, exchange_kernel
-from deepseek_attn.kernels.collectives.plan import ExchangeProblem, plan
+from deepseek_attn.kernels.collectives.plan import plan
 from deepseek_attn.kernels.collectives.types import PeerBuffers
 from deepseek_attn.kernels.common.device import FLOATS, gpu
-from deepseek_attn.kernels.common.plans import KernelPlan, cdiv
+from deepseek_attn.kernels.common.plans import KernelPlan, RowsProblem, cdiv
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 
@@ -56,7 +56,7 @@ def _exchange(
         )
     if words := size // 4:
         dtype = None if gather else TRITON_DTYPES[x.dtype]
-        made = plan(ExchangeProblem(words, peers.world), gpu(x.device))
+        made = plan(RowsProblem(words), gpu(x.device))
         launch(made, x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), peers, words, scatter, dtype)
 
 
@@ -66,7 +66,7 @@ def launch(plan: KernelPlan, x: Tensor, out: Tensor, peers: PeerBuffers, words: 
     Without a ``dtype`` the words of all ranks are stored, concatenated by rank.
     ``x`` and ``out`` are flat and int32.
     """
-    block = plan.choice.config.block
+    block = plan.config.size
     exchange_kernel[(cdiv(words, block),)](
         ExchangeWords(x, out, peers.addresses, peers.state, words, peers.timeout_ms),
         peers.rank,

@@ -79,7 +79,7 @@ def _fits(sizes: torch.Size, shape: Shape) -> bool:
         sizes = sizes[len(sizes) - len(shape) :]
     if len(sizes) != len(shape):
         return False
-    for size, wanted in zip(sizes, shape, strict=True):  # a generator would take five times as long
+    for size, wanted in zip(sizes, shape, strict=True):  # noqa: SIM110  # five times as fast as a generator
         if wanted != size and not isinstance(wanted, str):
             return False
     return True

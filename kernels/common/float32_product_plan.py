@@ -11,13 +11,12 @@ from deepseek_attn.kernels.common.invariance import MANY_ROWS
 from deepseek_attn.kernels.common.plans import (
     ANY,
     Choice,
-    Row,
-    Table,
     above,
     at_least,
     cdiv,
     equals,
     has,
+    one_kernel,
     planner,
     up_to,
 )
@@ -92,30 +91,23 @@ class Float32ProductPlan:
 
 BF16, ONE_TERM = equals("dtype", torch.bfloat16), equals("weight_dtype", torch.bfloat16)
 GROUPED = has("grouped")
-_KERNEL = "float32_product_kernel"
 _DATA = "h200_narrow_products.json: rows"
 
 # From 64 rows on Triton takes the instructions of a warpgroup: 128 rows times 16,384 channels of 25 columns take 5.7 us
 # instead of 17. Tiles of 128 x 128 read less shared memory: 63 us instead of 76 at 4096 x 4096 x 256.
-PRODUCTS = Table(
+PRODUCTS = one_kernel(
     "common.float32_product",
-    {_KERNEL: ANY},
-    [
-        Row(~BF16 & up_to("planned_rows", 16), _KERNEL, Float32ProductTiles(16, 32)),
-        Row(~BF16, _KERNEL, Float32ProductTiles(32, 32)),
-        Row(
-            GROUPED & above("columns", 64) & ONE_TERM & at_least("rows", 2 * GROUPED_ROWS),
-            _KERNEL,
-            Float32ProductTiles(128, 64, 4),
-        ),
-        Row(GROUPED & above("columns", 64) & ONE_TERM, _KERNEL, Float32ProductTiles(64, 64, 4)),
-        Row(GROUPED & above("columns", 64), _KERNEL, Float32ProductTiles(128, 128, warps=8)),
-        Row(GROUPED & up_to("columns", 32), _KERNEL, Float32ProductTiles(128, 32), _DATA),
-        Row(GROUPED, _KERNEL, Float32ProductTiles(128, 64)),
-        Row(up_to("planned_rows", 16), _KERNEL, Float32ProductTiles(16, 32)),
-        Row(ONE_TERM & up_to("planned_rows", 64), _KERNEL, Float32ProductTiles(32, 32)),
-        Row(ANY, _KERNEL, Float32ProductTiles(64, 32), _DATA),
-    ],
+    "float32_product_kernel",
+    (~BF16 & up_to("planned_rows", 16), Float32ProductTiles(16, 32)),
+    (~BF16, Float32ProductTiles(32, 32)),
+    (GROUPED & above("columns", 64) & ONE_TERM & at_least("rows", 2 * GROUPED_ROWS), Float32ProductTiles(128, 64, 4)),
+    (GROUPED & above("columns", 64) & ONE_TERM, Float32ProductTiles(64, 64, 4)),
+    (GROUPED & above("columns", 64), Float32ProductTiles(128, 128, warps=8)),
+    (GROUPED & up_to("columns", 32), Float32ProductTiles(128, 32), _DATA),
+    (GROUPED, Float32ProductTiles(128, 64)),
+    (up_to("planned_rows", 16), Float32ProductTiles(16, 32)),
+    (ONE_TERM & up_to("planned_rows", 64), Float32ProductTiles(32, 32)),
+    (ANY, Float32ProductTiles(64, 32), _DATA),
 )
 
 

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.invariance import MANY_ROWS
 
 NOT_MEASURED = "not measured"
 
@@ -104,6 +105,32 @@ class Row(Generic[P]):
     source: str = NOT_MEASURED
 
 
+@dataclass(frozen=True)
+class RowsProblem:
+    """Rows of values that programs compute each by itself.
+
+    Attributes:
+        rows: of the call; channels: values of a row.
+        batch_invariant: the choice must not depend on the number of rows.
+    """
+
+    rows: int
+    channels: int = 1
+    batch_invariant: bool = False
+
+    @property
+    def planned_rows(self) -> int:
+        """Rows that the launch is configured for."""
+        return MANY_ROWS if self.batch_invariant else self.rows
+
+
+class LaunchBlock(NamedTuple):
+    """Launch configuration of a kernel whose programs each compute ``size`` values, with ``warps``."""
+
+    size: int
+    warps: int = 4
+
+
 class Choice(NamedTuple):
     """The row that was taken for a problem.
 
@@ -132,9 +159,14 @@ class KernelPlan:
         return cls(choice, gpu.native_fp8, gpu.pdl and getattr(choice.config, "early", True))
 
     @property
+    def config(self) -> Any:
+        """The configuration of the choice."""
+        return self.choice.config
+
+    @property
     def options(self) -> dict[str, Any]:
         """Options of the launch, where the configuration says how many warps a program has."""
-        return launch_options(self.choice.config.warps, self.pdl)
+        return launch_options(self.config.warps, self.pdl)
 
 
 def launch_options(warps: int, pdl: bool) -> dict[str, Any]:
@@ -192,6 +224,11 @@ class Table(Generic[P]):
         """A row as it is taken for a problem."""
         config = row.config(problem, gpu) if callable(row.config) else row.config
         return Choice(row.kernel, config, row.when.name, row.source)
+
+
+def one_kernel(name: str, kernel: str, *rows: tuple[Any, ...]) -> Table[Any]:
+    """A table of a single kernel that supports every problem; rows: condition, configuration and source."""
+    return Table(name, {kernel: ANY}, [Row(when, kernel, *rest) for when, *rest in rows])
 
 
 def tables_in(module: ModuleType) -> list[Table]:

@@ -7,9 +7,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.engram import reference
-from deepseek_attn.kernels.engram.types import SCALE_GROUP, TableRows
-
-__all__ = ["SCALE_GROUP", "TableRows", "dequantize_rows", "gate_streams", "hash_rows"]
+from deepseek_attn.kernels.engram.types import TableRows
 
 
 def hash_rows(ngrams: Tensor, multipliers: Tensor, primes: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.plans import KernelPlan, cdiv
+from deepseek_attn.kernels.common.plans import RowsProblem, cdiv
 from deepseek_attn.kernels.engram.engram_triton import EngramGate, engram_dequantize_kernel, engram_gate_kernel
-from deepseek_attn.kernels.engram.plan import EngramProblem, plan_gate, plan_rows
+from deepseek_attn.kernels.engram.plan import TABLE_ROWS, plan_gate, plan_rows
 from deepseek_attn.kernels.engram.reference import SMALLEST, check_gate
 from deepseek_attn.kernels.engram.types import SCALE_GROUP, TableRows
 
@@ -26,43 +26,29 @@ def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
     values, scales = values.contiguous(), scales.contiguous()
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     if count := values.numel() // max(columns, 1):
-        launch_rows(plan_rows(EngramProblem(count, columns), gpu(values.device)), values, scales, out)
+        plan = plan_rows(RowsProblem(count, columns), gpu(values.device))
+        engram_dequantize_kernel[(cdiv(count, TABLE_ROWS),)](
+            *(values.view(torch.uint8), scales, out, count),
+            COLUMNS=columns,
+            GROUP=SCALE_GROUP,
+            ROWS=TABLE_ROWS,
+            BLOCK=plan.config.size,
+            NATIVE_FP8=plan.native_fp8,
+            enable_fp_fusion=True,
+            **plan.options,
+        )
     return out.flatten(1)
-
-
-def launch_rows(plan: KernelPlan, values: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Writes the numbers that FP8 ``values [..., columns]`` have under their scales to ``out``; all contiguous."""
-    columns, tiles = values.shape[-1], plan.choice.config
-    count = values.numel() // columns
-    engram_dequantize_kernel[(cdiv(count, tiles.rows),)](
-        values.view(torch.uint8),
-        scales,
-        out,
-        count,
-        COLUMNS=columns,
-        GROUP=SCALE_GROUP,
-        ROWS=tiles.rows,
-        BLOCK=tiles.block,
-        NATIVE_FP8=plan.native_fp8,
-        enable_fp_fusion=True,
-        **plan.options,
-    )
 
 
 def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
     """See `kernels.engram.gate_streams`."""
     check_gate(streams, kv, q_weight, k_weight)
     streams, kv = streams.contiguous(), kv.contiguous()
-    out = torch.empty_like(streams)
-    if T := len(streams):
-        _, m, D = streams.shape
-        weights = q_weight.contiguous(), k_weight.contiguous()
-        made = plan_gate(EngramProblem(T * m, D), gpu(streams.device))
-        launch_gate(made, EngramGate(streams, kv, *weights, out, kv.stride(0), eps))
+    (T, m, D), out = streams.shape, torch.empty_like(streams)
+    if T:
+        plan = plan_gate(RowsProblem(T * m, D), gpu(streams.device))
+        gate = EngramGate(streams, kv, q_weight.contiguous(), k_weight.contiguous(), out, kv.stride(0), eps)
+        engram_gate_kernel[(T, m)](
+            gate, SMALLEST=SMALLEST, D=D, BLOCK=plan.config.size, M=m, enable_fp_fusion=True, **plan.options
+        )
     return out
-
-
-def launch_gate(plan: KernelPlan, gate: EngramGate) -> None:
-    """Writes the gated streams."""
-    (T, m, D), block = gate.streams.shape, plan.choice.config.block
-    engram_gate_kernel[(T, m)](gate, SMALLEST=SMALLEST, D=D, BLOCK=block, M=m, enable_fp_fusion=True, **plan.options)

@@ -8,27 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.hyper_connection.types import (
-    DelayedInput,
-    DelayedOutput,
-    HyperConnection,
-    SublayerInput,
-    SublayerOutput,
-)
-
-__all__ = [
-    "DelayedInput",
-    "DelayedOutput",
-    "HyperConnection",
-    "SublayerInput",
-    "SublayerOutput",
-    "hc_collapse",
-    "hc_delayed",
-    "hc_head",
-    "hc_post",
-    "hc_post_pre",
-    "hc_pre",
-]
+from deepseek_attn.kernels.hyper_connection.types import DelayedInput, HyperConnection, SublayerInput, SublayerOutput
 
 
 def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:

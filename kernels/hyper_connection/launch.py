@@ -9,7 +9,7 @@ from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import LaunchBlock, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     CollapseArguments,
     CollapseConfig,
@@ -23,7 +23,6 @@ from deepseek_attn.kernels.hyper_connection.plan import (
     MANY_TOKENS,
     SPLIT,
     MixTiles,
-    PostTiles,
     StreamsPlan,
     StreamsProblem,
     plan,
@@ -79,7 +78,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     output = SublayerOutput(y, streams, post, comb)
     _check_post(output)
     made = plan_post(_problem(streams), gpu(streams.device))
-    return _launch_post(made.choice.config, made.pdl, _contiguous(output)).new
+    return _launch_post(made.config, made.pdl, _contiguous(output)).new
 
 
 def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
@@ -140,10 +139,10 @@ def collapse(
     return SublayerInput(streams, x, post, comb)
 
 
-def _launch_post(tiles: PostTiles, pdl: bool, update: StreamUpdate) -> StreamUpdate:
+def _launch_post(tiles: LaunchBlock, pdl: bool, update: StreamUpdate) -> StreamUpdate:
     T, m, D = update.streams.shape
     if T:
-        block, options = tiles.channels, launch_options(tiles.warps, pdl)
+        block, options = tiles.size, launch_options(tiles.warps, pdl)
         hc_post_kernel[(T, cdiv(D, block))](update, D=D, M=m, BLOCK=block, enable_fp_fusion=True, **options)
     return update
 

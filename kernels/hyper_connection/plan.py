@@ -5,6 +5,7 @@ For very few tokens the launch that multiplies the streams updates them as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
     Choice,
+    LaunchBlock,
     Row,
     Table,
     at_least,
@@ -19,6 +21,7 @@ from deepseek_attn.kernels.common.plans import (
     has,
     kernel_planner,
     next_power_of_2,
+    one_kernel,
     planner,
     up_to,
 )
@@ -36,13 +39,6 @@ class StreamsProblem:
     channels: int
     update: bool = False
     batch_invariant: bool = False
-
-
-class PostTiles(NamedTuple):
-    """Launch configuration of `hc_post_kernel`: channels of a program, and its warps."""
-
-    channels: int
-    warps: int
 
 
 @dataclass(frozen=True)
@@ -81,24 +77,21 @@ def _little_output(p: StreamsProblem, gpu: GPU) -> bool:
     return p.tokens * p.channels < 1 << 18 and not p.batch_invariant
 
 
-def _post_tiles(most: int):
+def _post_tiles(most: int) -> Callable[[StreamsProblem, GPU], LaunchBlock]:
     """Channels of a program: up to ``most``; 1024 of them have four warps."""
 
-    def tiles(p: StreamsProblem, gpu: GPU) -> PostTiles:
+    def tiles(p: StreamsProblem, gpu: GPU) -> LaunchBlock:
         channels = min(next_power_of_2(p.channels), most)
-        return PostTiles(channels, 4 if channels == 1024 else 2)
+        return LaunchBlock(channels, 4 if channels == 1024 else 2)
 
     return tiles
 
 
-MANY = at_least("tokens", MANY_TOKENS)
 _VARIANTS = "h200_model.json: hc_post_pre_us"
 _GROUPS = "h200_narrow_products.json: rows_of_groups"
 
-POSTS = Table(
-    "hyper_connection.post",
-    {"hc_post_kernel": ANY},
-    [Row(_little_output, "hc_post_kernel", _post_tiles(256)), Row(ANY, "hc_post_kernel", _post_tiles(1024))],
+POSTS = one_kernel(
+    "hyper_connection.post", "hc_post_kernel", (_little_output, _post_tiles(256)), (ANY, _post_tiles(1024))
 )
 UPDATES = Table(
     "hyper_connection.update",
@@ -115,20 +108,12 @@ PRODUCTS = Table(
         Row(ANY, "float32_product_kernel", None, _GROUPS),
     ],
 )
-COLLAPSES = Table(
+COLLAPSES = one_kernel(
     "hyper_connection.collapse",
-    {"hc_collapse_kernel": ANY},
-    [
-        Row(
-            at_least("tokens", MANY_TOKENS) & ~has("batch_invariant"),
-            "hc_collapse_kernel",
-            CollapseTiles(128),
-            _GROUPS,
-        ),
-        Row(ANY, "hc_collapse_kernel", CollapseTiles(1), _GROUPS),
-    ],
+    "hc_collapse_kernel",
+    (at_least("tokens", MANY_TOKENS) & ~has("batch_invariant"), CollapseTiles(128), _GROUPS),
+    (ANY, CollapseTiles(1), _GROUPS),
 )
-
 plan_post = kernel_planner(POSTS)
 
 

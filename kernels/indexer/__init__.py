@@ -8,9 +8,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.indexer.types import (
-    KEY_FORMATS,
     MAX_TRITON_TOPK,
-    SCORE_BYTES,
     TRITON_HEAD_DIM,
     CandidateBlocks,
     IndexQueries,
@@ -18,24 +16,6 @@ from deepseek_attn.kernels.indexer.types import (
     PagedIndexKeys,
 )
 from deepseek_attn.kernels.latent.types import LatentQueries
-
-__all__ = [
-    "KEY_FORMATS",
-    "MAX_TRITON_TOPK",
-    "SCORE_BYTES",
-    "TRITON_HEAD_DIM",
-    "CandidateBlocks",
-    "IndexQueries",
-    "IndexQueryRows",
-    "PagedIndexKeys",
-    "index_query",
-    "index_scores",
-    "index_select",
-    "latent_queries",
-    "paged_index_scores",
-    "queries",
-    "topk_indices",
-]
 
 
 def index_query(rows: IndexQueryRows) -> IndexQueries:

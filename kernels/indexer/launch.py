@@ -119,7 +119,7 @@ def launch_scores(
     out: Tensor,
 ) -> None:
     """Writes scores of checked arguments by the planned kernel."""
-    kernel, config = plan.choice.kernel, plan.choice.config
+    kernel, config = plan.choice.kernel, plan.config
     rows, shape = _operands(plan, problem, queries, keys, out)
     T, table = problem.tokens, keys.block_table
     arguments = rows, table, keys.token_to_req, num_visible, T, problem.width, skip, table.stride(0)
@@ -165,12 +165,12 @@ def candidate_scores(
         problem = _problem(queries, keys, key_format, len(table), columns)
         plan = plan_candidate_scores(problem, gpu(out.device))
         rows, shape = _operands(plan, problem, queries, keys, out)
-        candidate_scores_kernel[(T, plan.choice.config.splits)](
+        candidate_scores_kernel[(T, plan.config.splits)](
             *(rows, kept, kept.stride(0), table, keys.token_to_req, num_visible, columns, skip, table.stride(0)),
             SHAPE=shape,
             SIZE=size,
             enable_fp_fusion=True,
-            num_stages=plan.choice.config.stages,
+            num_stages=plan.config.stages,
             **plan.options,
         )
     return out
@@ -184,7 +184,7 @@ def launch_candidate_entries(
         return
     (T, k), kept, table = out.shape, candidates.kept, keys.block_table
     plan = plan_blocks(BlocksProblem("candidate_entries_kernel", T, k), gpu(out.device))
-    entries = plan.choice.config.columns
+    entries = plan.config.size
     slots = out if out_slots is None else out_slots  # the kernel takes a pointer even if PAGE disables its use
     candidate_entries_kernel[(T, cdiv(k, entries))](
         CandidateRows(out, kept, slots, out.stride(0), kept.stride(0), 0 if out_slots is None else slots.stride(0)),
@@ -205,7 +205,7 @@ def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: Cand
         return
     count = cdiv(width, size)
     plan = plan_blocks(BlocksProblem("block_scores_kernel", T, count), gpu(scores.device))
-    blocks = plan.choice.config.columns
+    blocks = plan.config.size
     best = torch.empty(T, count, dtype=torch.float32, device=scores.device)
     counts = torch.empty(T, dtype=torch.int32, device=scores.device)
     block_scores_kernel[(T, max(1, cdiv(count, blocks)))](
@@ -244,7 +244,7 @@ def launch_topk(
     Rows longer than ``capacity`` need scratch: a bit for each score, and 8 bytes for each candidate that a program can
     hold. Programs share a row only where there are few rows; they count arrivals in `counters_of`.
     """
-    (T, W), device, config = scores.shape, scores.device, plan.choice.config
+    (T, W), device, config = scores.shape, scores.device, plan.config
     # the kernel takes pointers even if PAGE disables their use
     table, requests, slots, page_entries = out, lens, out, 0
     if keys is not None and out_slots is not None:
@@ -296,7 +296,7 @@ def _operands(
     plan: KernelPlan, problem: ScoresProblem, queries: IndexQueries, keys: PagedIndexKeys, out: Tensor
 ) -> tuple[ScoreRows, ScoresShape]:
     """Queries and pages as kernel arguments, and the constants of the Triton kernels."""
-    q, pool, config = queries.q, keys.pool, plan.choice.config
+    q, pool, config = queries.q, keys.pool, plan.config
     if problem.key_format == "plain":
         pool = pool.view(keys.record.dtype)
         dtype = tl.float32 if problem.exact else TRITON_DTYPES[q.dtype]

@@ -7,10 +7,11 @@ from functools import cache
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.invariance import MANY_ROWS
 from deepseek_attn.kernels.common.plans import (
     ANY,
+    LaunchBlock,
     Row,
+    RowsProblem,
     Table,
     cdiv,
     condition,
@@ -18,6 +19,7 @@ from deepseek_attn.kernels.common.plans import (
     has,
     kernel_planner,
     next_power_of_2,
+    one_kernel,
     up_to,
 )
 from deepseek_attn.kernels.indexer.types import HOPPER_HEADS, HOPPER_KEYS, HOPPER_TOKENS, TRITON_HEAD_DIM
@@ -167,13 +169,8 @@ SCORES = Table(
 )  # fmt: skip
 plan_scores = kernel_planner(SCORES)  # every kernel gives FP8 keys the same bits
 
-CANDIDATE_SCORES = Table(
-    "indexer.candidate_scores",
-    {"candidate_scores_kernel": ANY},
-    [
-        Row(has("exact"), "candidate_scores_kernel", exact_products),
-        Row(ANY, "candidate_scores_kernel", one_token),
-    ],
+CANDIDATE_SCORES = one_kernel(
+    "indexer.candidate_scores", "candidate_scores_kernel", (has("exact"), exact_products), (ANY, one_token)
 )
 plan_candidate_scores = kernel_planner(CANDIDATE_SCORES)
 
@@ -250,14 +247,8 @@ def long_rows(p: TopkProblem, gpu: GPU) -> TopkConfig:
     return TopkConfig(splits, max(8192, 512 * warps), sample, capacity, 4 if splits == 1 else 1, warps, registers)
 
 
-TOPK = Table(
-    "indexer.topk",
-    {"topk_kernel": ANY},
-    [
-        Row(has("rows_in_registers"), "topk_kernel", short_rows, "h200_topk.json: rows"),
-        Row(ANY, "topk_kernel", long_rows, "h200_topk.json: rows"),
-    ],
-)
+_TOPK = "h200_topk.json: rows"
+TOPK = one_kernel("indexer.topk", "topk_kernel", (has("rows_in_registers"), short_rows, _TOPK), (ANY, long_rows, _TOPK))
 plan_topk = kernel_planner(TOPK)  # the selection is exact with every tiling
 
 
@@ -273,21 +264,15 @@ class BlocksProblem:
     columns: int
 
 
-class BlocksConfig(NamedTuple):
-    """Blocks, or selected entries, of one program, a power of two; and its warps."""
-
-    columns: int
-    warps: int = 4
-
-
-def up_to_512(p: BlocksProblem, gpu: GPU) -> BlocksConfig:
-    return BlocksConfig(min(512, next_power_of_2(p.columns)))
+def up_to_512(p: BlocksProblem, gpu: GPU) -> LaunchBlock:
+    """Blocks, or selected entries, of one program, a power of two."""
+    return LaunchBlock(min(512, next_power_of_2(p.columns)))
 
 
 BLOCKS: Table[BlocksProblem] = Table(
     "indexer.blocks",
     {kernel: equals("kernel", kernel) for kernel in ("block_scores_kernel", "candidate_entries_kernel")},
-    [Row(ANY, "block_scores_kernel", BlocksConfig(256)), Row(ANY, "candidate_entries_kernel", up_to_512)],
+    [Row(ANY, "block_scores_kernel", LaunchBlock(256)), Row(ANY, "candidate_entries_kernel", up_to_512)],
 )
 plan_blocks = kernel_planner(BLOCKS)
 
@@ -296,17 +281,10 @@ plan_blocks = kernel_planner(BLOCKS)
 
 
 @dataclass(frozen=True)
-class IndexQueryProblem:
-    """Index queries of ``tokens``, and the kernel that computes them: alone, or beside queries of the layer."""
+class IndexQueryProblem(RowsProblem):
+    """Index queries of tokens, and the kernel that computes them: alone, or beside queries of the layer."""
 
-    tokens: int
-    kernel: str
-    batch_invariant: bool = False
-
-    @property
-    def planned_tokens(self) -> int:
-        """Tokens that the launch is configured for."""
-        return MANY_ROWS if self.batch_invariant else self.tokens
+    kernel: str = "index_query_kernel"
 
 
 class IndexQueryConfig(NamedTuple):
@@ -327,7 +305,7 @@ QUERIES: Table[IndexQueryProblem] = Table(
     {kernel: equals("kernel", kernel) for kernel in QUERY_KERNELS},
     [
         Row(when, kernel, IndexQueryConfig(heads), source)
-        for when, heads in ((up_to("planned_tokens", 63), 16), (ANY, 32))
+        for when, heads in ((up_to("planned_rows", 63), 16), (ANY, 32))
         for kernel, source in QUERY_KERNELS.items()
     ],
 )

@@ -104,7 +104,7 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> IndexQueryLaunch:
     check("cos_sin", cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
     out = torch.empty(T, H, dim, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
     out_weights = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    plan = plan_queries(IndexQueryProblem(T, kernel, batch_invariant()), gpu(q.device))
+    plan = plan_queries(IndexQueryProblem(T, dim, batch_invariant(), kernel), gpu(q.device))
     args = IndexQueryArgs(
         *(q, weights, cos_sin, positions),
         out=out if fmt == "plain" else out.view(torch.uint8),
@@ -123,7 +123,7 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> IndexQueryLaunch:
         STAGES=dim.bit_length() - 1,
         KEY_FORMAT=fmt,
         NATIVE_FP8=plan.native_fp8,
-        BLOCK_H=plan.choice.config.heads,
+        BLOCK_H=plan.config.heads,
     )
     results = IndexQueries(out, out_weights, rows.score_dtype)
     return IndexQueryLaunch(plan, args, shape, cdiv(H, shape.BLOCK_H), results)

@@ -14,19 +14,6 @@ from torch import Tensor
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
 
-__all__ = [
-    "DecodeRows",
-    "EntryCounts",
-    "EntryGroup",
-    "IndexRows",
-    "StepIndices",
-    "combine_topk_swa_indices",
-    "compute_global_topk_indices_and_lens",
-    "decode_rows",
-    "entry_counts",
-    "step_indices",
-]
-
 
 def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: int, offset: int = 0) -> DecodeRows:
     """Positions of ``rows_per_request`` rows of each request, and which of them are padding.

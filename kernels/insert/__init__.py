@@ -16,29 +16,10 @@ from deepseek_attn.kernels.insert.types import (
     CacheRows,
     CompressBatch,
     CompressPart,
-    IndexKeyRows,
     LatentAndKey,
     LatentTokens,
     TokenRows,
 )
-
-__all__ = [
-    "CacheRows",
-    "CompressBatch",
-    "CompressPart",
-    "IndexKeyRows",
-    "LatentAndKey",
-    "LatentTokens",
-    "RawQueries",
-    "TokenRows",
-    "compress_and_insert",
-    "compress_latents",
-    "insert_latents",
-    "insert_tokens",
-    "norm_rope_insert",
-    "query_norm_rope",
-    "rope_insert",
-]
 
 
 def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:

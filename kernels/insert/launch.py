@@ -20,7 +20,7 @@ from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, ScaleRule
 from deepseek_attn.kernels.common.checks import check, check_quantized
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import FLOATS, gpu
-from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import KernelPlan, RowsProblem, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.records import check_pool
 from deepseek_attn.kernels.common.row_ops import entry_format, fp8_rows, row_block
@@ -55,7 +55,6 @@ from deepseek_attn.kernels.insert.norm_rope_triton import (
 from deepseek_attn.kernels.insert.plan import (
     InsertPlan,
     InsertProblem,
-    RowsProblem,
     plan_entries,
     plan_insert,
     plan_latents,
@@ -369,7 +368,7 @@ def head_launch(raw_q: RawQueries) -> HeadLaunch:
         q, cos_sin, raw_q.positions, out, raw_q.eps, cos_sin.shape[0], raw_q.num_heads, padded,
         q.stride(0), out.stride(0), out.stride(1),
     )  # fmt: skip
-    count = plan.choice.config.heads
+    count = plan.config.heads
     constants = HeadShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), count, raw_q.norm)
     return HeadLaunch(plan, rows, constants, out, cdiv(padded, count))
 

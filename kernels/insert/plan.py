@@ -18,17 +18,11 @@ from deepseek_attn.kernels.common.plans import (
     has,
     kernel_planner,
     next_power_of_2,
+    one_kernel,
     planner,
     up_to,
 )
 from deepseek_attn.kernels.insert.types import CompressBatch, CompressPart
-
-
-@dataclass(frozen=True)
-class RowsProblem:
-    """Rows of a step's ``tokens``, or heads of their queries, that are normed or rotated, each by itself."""
-
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -171,32 +165,23 @@ WINDOWS = Table(
         Row(ANY, "compress_kernel", SHARED_WINDOWS, PROGRAMS),
     ],
 )
-KEYS = Table(
+KEYS = one_kernel(  # as many warps as in a launch with the compressors: a row's sum must not depend on the step
     "insert.keys",
-    {"norm_rope_insert_kernel": ANY},
-    [  # as many warps as in a launch with the compressors: a row's sum must not depend on the step
-        Row(has("dims") & FEW_TOKENS, "norm_rope_insert_kernel", RowTiles(POOL_WARPS, early=True)),
-        Row(has("dims"), "norm_rope_insert_kernel", RowTiles(POOL_WARPS, early=False)),
-        Row(FEW_TOKENS, "norm_rope_insert_kernel", RowTiles(1, early=True)),
-        Row(ANY, "norm_rope_insert_kernel", RowTiles(1, early=False), PROGRAMS),
-    ],
+    "norm_rope_insert_kernel",
+    (has("dims") & FEW_TOKENS, RowTiles(POOL_WARPS, early=True)),
+    (has("dims"), RowTiles(POOL_WARPS, early=False)),
+    (FEW_TOKENS, RowTiles(1, early=True)),
+    (ANY, RowTiles(1, early=False), PROGRAMS),
 )
-LATENTS = Table(
+LATENTS = one_kernel(
     "insert.insert_latents",
-    {"insert_latents_kernel": ANY},
-    [
-        Row(FEW_TOKENS, "insert_latents_kernel", RowTiles(2, early=True), LATENTS_DATA),
-        Row(ANY, "insert_latents_kernel", RowTiles(2, early=False), LATENTS_DATA),
-    ],
+    "insert_latents_kernel",
+    (up_to("rows", 256), RowTiles(2, early=True), LATENTS_DATA),
+    (ANY, RowTiles(2, early=False), LATENTS_DATA),
 )
-ENTRIES = Table(
-    "insert.rope_insert", {"rope_insert_kernel": ANY}, [Row(ANY, "rope_insert_kernel", RowTiles(1, early=True))]
-)
-QUERIES = Table(  # a head per warp: its sum is the same in every batch
-    "insert.query_norm_rope",
-    {"query_norm_rope_kernel": ANY},
-    [Row(ANY, "query_norm_rope_kernel", RowTiles(4, early=True, heads=4))],
-)
+ENTRIES = one_kernel("insert.rope_insert", "rope_insert_kernel", (ANY, RowTiles(1, early=True)))
+# a head per warp: its sum is the same in every batch
+QUERIES = one_kernel("insert.query_norm_rope", "query_norm_rope_kernel", (ANY, RowTiles(4, early=True, heads=4)))
 
 
 @planner("insert.insert_tokens")

@@ -199,7 +199,9 @@ def check_part(part: CompressPart, batch: CompressBatch) -> None:
         check("ape", part.ape, (ratio, width), torch.float32)
         check("state", part.state, ("pages", batch.rows, 2 * width), torch.float32)
     except ValueError as error:  # every layer of a step is checked: words are put together here
-        raise ValueError(f"a compressor of ratio {ratio}, {dim} channels, rings of {batch.rows} rows: {error}") from None
+        raise ValueError(
+            f"a compressor of ratio {ratio}, {dim} channels, rings of {batch.rows} rows: {error}"
+        ) from None
     if part.record.dim != dim:
         raise ValueError(f"entries have {dim} channels, and the record holds {part.record.dim}")
 

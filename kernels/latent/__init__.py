@@ -11,17 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentQueries, LatentWeight, ProjectedValues
-
-__all__ = [
-    "WEIGHT_BLOCK",
-    "LatentQueries",
-    "LatentWeight",
-    "ProjectedValues",
-    "absorb_queries",
-    "project_values",
-    "project_values_quantized",
-]
+from deepseek_attn.kernels.latent.types import LatentQueries, LatentWeight, ProjectedValues
 
 
 def absorb_queries(queries: LatentQueries) -> Tensor:

@@ -13,6 +13,7 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     NOT_MEASURED,
     Choice,
+    LaunchBlock,
     Row,
     Table,
     condition,
@@ -64,12 +65,6 @@ class AbsorbTiles(NamedTuple):
     rank: int
     tokens: int
     heads: int
-    warps: int
-
-
-class DequantizeTiles(NamedTuple):
-    """Launch configuration of `latent_dequantize_kernel`: warps of a program, which converts a block of one scale."""
-
     warps: int
 
 
@@ -183,7 +178,7 @@ VALUES = Table(
     ],
 )
 ROTATION = Choice("rotate_queries_kernel", AbsorbTiles(WEIGHT_BLOCK, 1, 8, 4), "any", NOT_MEASURED)
-DEQUANTIZATION = Choice("latent_dequantize_kernel", DequantizeTiles(8), "any", NOT_MEASURED)
+DEQUANTIZATION = Choice("latent_dequantize_kernel", LaunchBlock(WEIGHT_BLOCK, 8), "any", NOT_MEASURED)
 
 
 @planner("latent.absorb_queries")

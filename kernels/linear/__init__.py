@@ -15,36 +15,8 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
-from deepseek_attn.kernels.common.quant import InputFormat, QuantizedRows
-from deepseek_attn.kernels.linear.formats import (
-    FP4_GROUP,
-    FP8_BLOCK,
-    FP8_GROUPS,
-    FP8_INPUT_GROUP,
-    UNQUANTIZED,
-    Segment,
-    dequantize_weight,
-    quantized_input,
-)
-
-__all__ = [
-    "FP4_GROUP",
-    "FP8_BLOCK",
-    "FP8_GROUPS",
-    "FP8_INPUT_GROUP",
-    "UNQUANTIZED",
-    "InputFormat",
-    "QuantizedRows",
-    "Segment",
-    "dequantize_weight",
-    "empty_quantized",
-    "grouped_linear",
-    "grouped_linear_of_quantized",
-    "grouped_linear_quantized",
-    "multi_linear",
-    "quantize_input",
-    "quantized_input",
-]
+from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.linear.formats import FP8_GROUPS, Segment
 
 
 def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None = None) -> list[Tensor]:

@@ -319,7 +319,7 @@ def _fits_in_storage(tensor: Tensor, size: int) -> bool:
 
 def quantize_rows(x: Tensor, pow2_scales: bool, groups: int | None = None, rope: Rope | None = None) -> QuantizedRows:
     """``x [M, channels]``, rotated back by ``rope``, as FP8 in the memory of `empty_quantized_rows`."""
-    problem = QuantizeProblem(len(x), x.shape[1], rope is not None, batch_invariant())
+    problem = QuantizeProblem(len(x), x.shape[1], batch_invariant(), rope is not None)
     return _quantized_rows(plan_quantize(problem, gpu(x.device)), x, pow2_scales, groups, rope)
 
 

@@ -23,6 +23,7 @@ from deepseek_attn.kernels.common.plans import (
     Choice,
     KernelPlan,
     Row,
+    RowsProblem,
     Table,
     at_least,
     cdiv,
@@ -30,6 +31,7 @@ from deepseek_attn.kernels.common.plans import (
     has,
     kernel_planner,
     next_power_of_2,
+    one_kernel,
     planner,
     up_to,
 )
@@ -510,18 +512,10 @@ PRODUCTS: Table[LinearProblem] = Table(
 
 
 @dataclass(frozen=True)
-class QuantizeProblem:
+class QuantizeProblem(RowsProblem):
     """Rows that are quantised, rotated back, or both: ``rotated``."""
 
-    rows: int
-    channels: int
     rotated: bool = False
-    batch_invariant: bool = False
-
-    @property
-    def planned_rows(self) -> int:
-        """Rows that the launch is configured for."""
-        return MANY_ROWS if self.batch_invariant else self.rows
 
 
 class QuantizeTiles(NamedTuple):
@@ -538,14 +532,12 @@ def tiles_of(rows: int, channels: int, warps: int) -> Callable[[QuantizeProblem,
 
 
 QUANTIZED_DATA = "h100_tune_v4_flash.json: linear.quantize_input"
-QUANTIZERS: Table[QuantizeProblem] = Table(
+QUANTIZERS = one_kernel(
     "linear.quantize_input",
-    {"quantize_input_kernel": ANY},
-    [
-        Row(up_to("planned_rows", 64), "quantize_input_kernel", tiles_of(2, 256, 4), QUANTIZED_DATA),
-        Row(has("rotated"), "quantize_input_kernel", tiles_of(4, 512, 2)),
-        Row(ANY, "quantize_input_kernel", tiles_of(8, 512, 4), QUANTIZED_DATA),
-    ],
+    "quantize_input_kernel",
+    (up_to("planned_rows", 64), tiles_of(2, 256, 4), QUANTIZED_DATA),
+    (has("rotated"), tiles_of(4, 512, 2)),
+    (ANY, tiles_of(8, 512, 4), QUANTIZED_DATA),
 )
 plan_quantize = kernel_planner(QUANTIZERS)  # a row's values depend on nothing else
 
@@ -632,9 +624,8 @@ def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
     quantizes = once and (problem.planned_tokens > QUANTIZE_ABOVE or problem.rotated)
     input_plan = None
     if quantizes or problem.rotated:
-        rows = QuantizeProblem(
-            problem.tokens, problem.groups * problem.channels, problem.rotated, problem.batch_invariant
-        )
+        channels = problem.groups * problem.channels
+        rows = QuantizeProblem(problem.tokens, channels, problem.batch_invariant, problem.rotated)
         input_plan = KernelPlan.of(QUANTIZERS.choose(rows, gpu), gpu)
     problem = replace(problem, rotated=False, quantized=problem.quantized or quantizes)
     products, left = [], []

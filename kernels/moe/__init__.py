@@ -6,33 +6,10 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.linear import FP8_GROUPS, UNQUANTIZED, InputFormat
-from deepseek_attn.kernels.moe.types import (
-    UNGROUPED,
-    ExpertGroups,
-    ExpertRange,
-    ExpertStack,
-    HashRouting,
-    HostExperts,
-    copied_parts,
-    expert_parts,
-)
-
-__all__ = [
-    "UNGROUPED",
-    "ExpertGroups",
-    "ExpertRange",
-    "ExpertStack",
-    "HashRouting",
-    "HostExperts",
-    "copied_parts",
-    "count_expert_uses",
-    "expert_parts",
-    "fetch_experts",
-    "moe_experts",
-    "moe_route",
-    "swiglu",
-]
+from deepseek_attn.kernels.common.quant import InputFormat
+from deepseek_attn.kernels.linear import FP8_GROUPS
+from deepseek_attn.kernels.linear.formats import UNQUANTIZED
+from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting, HostExperts
 
 
 def moe_route(

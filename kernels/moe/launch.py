@@ -13,9 +13,10 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
-from deepseek_attn.kernels.common.plans import Choice, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import Choice, LaunchBlock, RowsProblem, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
-from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat
+from deepseek_attn.kernels.linear.formats import UNQUANTIZED
 from deepseek_attn.kernels.moe.cache_triton import CacheState, choose_rows_kernel, copy_experts_kernel
 from deepseek_attn.kernels.moe.checks import check_cache, check_experts, check_route
 from deepseek_attn.kernels.moe.experts_triton import (
@@ -41,8 +42,6 @@ from deepseek_attn.kernels.moe.plan import (
     FetchProblem,
     GroupedProducts,
     HopperProducts,
-    LaunchSize,
-    RouteProblem,
     ValuesProblem,
     plan_experts,
     plan_fetch,
@@ -82,8 +81,8 @@ def moe_route(
     weights = torch.empty(T, topk, dtype=torch.float32, device=x.device)
     if T == 0:
         return experts, weights
-    plan = plan_route(RouteProblem(T, D, E), gpu(x.device))
-    logits = float32_product(x, weight, plan.choice.config.block)
+    plan = plan_route(RowsProblem(T, D), gpu(x.device))
+    logits = float32_product(x, weight, plan.config.size)
     table, token_ids = hashed or (None, None)
     moe_select_kernel[(T,)](
         RouterRows(logits.sums, bias, table, token_ids, experts, weights, float(factor), *(own or (0, E))),
@@ -102,7 +101,7 @@ def moe_route(
             PDL=plan.pdl,
         ),
         enable_fp_fusion=True,
-        num_warps=plan.choice.config.warps,
+        num_warps=plan.config.warps,
         launch_pdl=plan.pdl,
     )
     return experts, weights
@@ -116,7 +115,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     size = out.numel()
     if size:
         plan = plan_swiglu(ValuesProblem(size), gpu(gate.device))
-        block = plan.choice.config.block
+        block = plan.config.size
         swiglu_kernel[(cdiv(size, block),)](
             gate, up, out, float(limit), size, CLAMP=limit > 0, BLOCK=block, enable_fp_fusion=True, **plan.options
         )
@@ -190,8 +189,8 @@ def launch_grouped(plan: ExpertsPlan, products: GroupedProducts, arguments: Expe
     x, w1, input_format, factors = arguments.x, arguments.w1, arguments.input_format, products.factors
     routing = PairRouting(arguments.experts, arguments.weights, None, None, arguments.slots)
     if plan.grouping.kernel == "place_pairs_kernel":
-        size = plan.grouping.config
-        routing = group_pairs(routing, arguments.num_experts, plan.product.config.pairs, size, plan.pdl)
+        tile, block = plan.product.config.pairs, plan.grouping.config
+        routing = group_pairs(routing, arguments.num_experts, tile, block, plan.pdl)
     pairs = arguments.experts.numel()
     hidden = torch.empty(pairs, w1.weight.shape[1], dtype=x.dtype, device=x.device)
     outputs = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
@@ -202,7 +201,7 @@ def launch_grouped(plan: ExpertsPlan, products: GroupedProducts, arguments: Expe
     return outputs
 
 
-def group_pairs(routing: PairRouting, count: int, tile: int, size: LaunchSize, pdl: bool) -> PairRouting:
+def group_pairs(routing: PairRouting, count: int, tile: int, block: LaunchBlock, pdl: bool) -> PairRouting:
     """``routing`` with its pairs grouped by expert, of ``count`` experts; there are tiles enough for any routing."""
     experts = routing.experts
     pairs, device = experts.numel(), experts.device
@@ -211,7 +210,7 @@ def group_pairs(routing: PairRouting, count: int, tile: int, size: LaunchSize, p
     counts, sorted_pairs, tile_row = (
         torch.empty(length, dtype=torch.int32, device=device) for length in (count, tiles * tile, tiles)
     )
-    options = {"BLOCK": size.block} | launch_options(size.warps, pdl)
+    options = {"BLOCK": block.size} | launch_options(block.warps, pdl)
     count_pairs_kernel[(count,)](experts, counts, pairs, enable_fp_fusion=True, **options)
     place_pairs_kernel[(count,)](
         experts, counts, sorted_pairs, tile_row, routing.slots, pairs, tiles, E=count, E_PADDED=next_power_of_2(count),
@@ -305,7 +304,7 @@ def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
     plan = plan_fetch(FetchProblem(len(cache.row), cache.parts.aligned), gpu(cache.row.device))
     _choose_rows(plan, cache, experts, True)
     copy, parts = plan.copy.config, cache.parts
-    copy_experts_kernel[(copy.programs,)](
+    copy_experts_kernel[(copy.size,)](
         parts.table,
         cache.moves,
         cache.num_moves,
@@ -343,7 +342,7 @@ def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor | None, fe
         E=E,
         BINS=next_power_of_2(E + 1),
         ROWS=next_power_of_2(E),
-        BLOCK=min(next_power_of_2(pairs), plan.choose.config.block) if pairs else 1,
+        BLOCK=min(next_power_of_2(pairs), plan.choose.config.size) if pairs else 1,
         FETCH=fetch,
         enable_fp_fusion=True,
         **launch_options(warps, plan.pdl),

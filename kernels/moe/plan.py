@@ -16,6 +16,7 @@ from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import (
     ANY,
     Choice,
+    LaunchBlock,
     Row,
     Table,
     at_least,
@@ -25,11 +26,12 @@ from deepseek_attn.kernels.common.plans import (
     has,
     kernel_planner,
     next_power_of_2,
+    one_kernel,
     planner,
     up_to,
 )
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
+from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
 from deepseek_attn.kernels.moe.types import ExpertStack
 
 PASS_TOKENS = 8192  # tokens of a pass: intermediate results of 65536 tokens of V4-Flash would need 6 GB
@@ -342,13 +344,6 @@ def hopper_product(
 # --- launches beside the products ---
 
 
-class LaunchSize(NamedTuple):
-    """Elements (channels, values or pairs) of a program, and its warps."""
-
-    block: int
-    warps: int
-
-
 @dataclass(frozen=True)
 class ProductRows:
     """Rows around a product kernel: pairs that are grouped for it (of one channel), or inputs that are converted."""
@@ -358,9 +353,9 @@ class ProductRows:
     channels: int = 1
 
 
-def _pair_blocks(problem: ProductRows, gpu: GPU) -> LaunchSize:
+def _pair_blocks(problem: ProductRows, gpu: GPU) -> LaunchBlock:
     block = min(next_power_of_2(problem.rows), 4096)
-    return LaunchSize(block, max(1, min(8, block // 256)))
+    return LaunchBlock(block, max(1, min(8, block // 256)))
 
 
 FOR_HOPPER = equals("product", HOPPER)
@@ -379,8 +374,8 @@ GROUPINGS = Table(
         "place_pairs_kernel": ~FOR_HOPPER,
     },
     [
-        Row(FEW_PAIRS, "prepare_decode_rows_kernel", LaunchSize(512, 4)),
-        Row(ANY, "place_rows_kernel", LaunchSize(128, 4), "h100_experts.json: placing_pairs"),
+        Row(FEW_PAIRS, "prepare_decode_rows_kernel", LaunchBlock(512, 4)),
+        Row(ANY, "place_rows_kernel", LaunchBlock(128, 4), "h100_experts.json: placing_pairs"),
         Row(FEW_PAIRS, PORTABLE),
         Row(ANY, "place_pairs_kernel", _pair_blocks),
     ],
@@ -388,14 +383,14 @@ GROUPINGS = Table(
 CHUNK = 512  # pairs that a program of `count_chunks_kernel` counts
 
 
-def _whole_steps(problem: ProductRows, gpu: GPU) -> LaunchSize:
+def _whole_steps(problem: ProductRows, gpu: GPU) -> LaunchBlock:
     block = next(size for size in (2048, 1024, 512) if problem.channels % size == 0)
-    return LaunchSize(block, block // 512)
+    return LaunchBlock(block, block // 512)
 
 
-def _up_to_channels(problem: ProductRows, gpu: GPU) -> LaunchSize:
+def _up_to_channels(problem: ProductRows, gpu: GPU) -> LaunchBlock:
     block = min(next_power_of_2(problem.channels), 512 if problem.rows * problem.channels < 1 << 18 else 1024)
-    return LaunchSize(block, max(1, block // 256))
+    return LaunchBlock(block, max(1, block // 256))
 
 
 PRODUCT_INPUTS = Table(
@@ -412,22 +407,18 @@ class ValuesProblem:
     values: int
 
 
-COMBINES = Table(
+COMBINES = one_kernel(
     "moe.combine",
-    {"moe_combine_kernel": ANY},
-    [
-        Row(up_to("values", 1 << 18), "moe_combine_kernel", LaunchSize(128, 1)),
-        Row(up_to("values", 1 << 22), "moe_combine_kernel", LaunchSize(512, 4)),
-        Row(ANY, "moe_combine_kernel", LaunchSize(1024, 4)),
-    ],
+    "moe_combine_kernel",
+    (up_to("values", 1 << 18), LaunchBlock(128, 1)),
+    (up_to("values", 1 << 22), LaunchBlock(512)),
+    (ANY, LaunchBlock(1024)),
 )
-SWIGLUS = Table(
+SWIGLUS = one_kernel(
     "moe.swiglu",
-    {"swiglu_kernel": ANY},
-    [
-        Row(up_to("values", 1 << 18), "swiglu_kernel", LaunchSize(256, 1), _SWIGLU),
-        Row(ANY, "swiglu_kernel", LaunchSize(1024, 4), _SWIGLU),
-    ],
+    "swiglu_kernel",
+    (up_to("values", 1 << 18), LaunchBlock(256, 1), _SWIGLU),
+    (ANY, LaunchBlock(1024), _SWIGLU),
 )
 
 
@@ -494,17 +485,8 @@ def plan_experts(problem: ExpertsProblem, gpu: GPU) -> ExpertsPlan:
     return ExpertsPlan(grouping, inputs, product, products, combine, gpu.native_fp8, gpu.pdl)
 
 
-@dataclass(frozen=True)
-class RouteProblem:
-    """Tokens of ``channels`` values that are routed to some of ``experts`` experts."""
-
-    tokens: int
-    channels: int
-    experts: int
-
-
 # block: channels of a split-K partial of the scores, which `float32_product` computes; a warp selects for one token
-SELECTS = Table("moe.select", {"moe_select_kernel": ANY}, [Row(ANY, "moe_select_kernel", LaunchSize(256, 1))])
+SELECTS = one_kernel("moe.select", "moe_select_kernel", (ANY, LaunchBlock(256, 1)))
 
 
 # --- experts that the device fetches from host memory ---
@@ -518,22 +500,15 @@ class FetchProblem:
     aligned: bool
 
 
-class CopySize(NamedTuple):
-    """Programs that copy, and their warps."""
-
-    programs: int
-    warps: int
+def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchBlock:
+    """It holds every expert of the layer; ``size``: pairs that it counts at once."""
+    return LaunchBlock(1024, max(4, min(16, next_power_of_2(problem.experts) // 64)))
 
 
-def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchSize:
-    """It holds every expert of the layer; ``block``: pairs that it counts at once."""
-    return LaunchSize(1024, max(4, min(16, next_power_of_2(problem.experts) // 64)))
-
-
-CACHE_ROWS = Table("moe.cache_rows", {"choose_rows_kernel": ANY}, [Row(ANY, "choose_rows_kernel", _one_program)])
+CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_program))
 # A copy needs bytes in flight, not multiprocessors: 32 programs of 16 KiB are five times what a bus of 64 GB/s needs
 # for 2 us of latency. Products run beside the copies of the next layer and need the other multiprocessors.
-COPIES = Table("moe.copies", {"copy_experts_kernel": ANY}, [Row(ANY, "copy_experts_kernel", CopySize(32, 4))])
+COPIES = one_kernel("moe.copies", "copy_experts_kernel", (ANY, LaunchBlock(32)))  # programs
 
 
 @dataclass(frozen=True)

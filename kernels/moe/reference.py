@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat, dequantize_weight, quantized_input
+from deepseek_attn.kernels.common.quant import InputFormat
+from deepseek_attn.kernels.linear.formats import UNQUANTIZED, dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.types import (
     UNGROUPED,
     ExpertGroups,

@@ -7,8 +7,6 @@ from torch import Tensor
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.norm.types import NormedSum
 
-__all__ = ["NormedSum", "add_rms_norm", "rms_norm"]
-
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dimension: in float32, rounded once to the dtype of ``x``.

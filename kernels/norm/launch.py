@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.plans import KernelPlan
-from deepseek_attn.kernels.norm.plan import NormProblem, plan
+from deepseek_attn.kernels.common.plans import RowsProblem
+from deepseek_attn.kernels.norm.plan import plan
 from deepseek_attn.kernels.norm.reference import check_norm
 from deepseek_attn.kernels.norm.row_norm_triton import NormRows, rms_norm_kernel
 from deepseek_attn.kernels.norm.types import NormedSum
@@ -16,17 +16,16 @@ from deepseek_attn.kernels.norm.types import NormedSum
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     """See `kernels.norm.rms_norm`."""
     check_norm(x, weight)
-    rows, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(plan(NormProblem(*rows.shape), gpu(x.device)), rows, None, eps, weight, out, None)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(_rows(x), None, eps, weight, out, None)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, eps: float, weight: Tensor) -> NormedSum:
     """See `kernels.norm.add_rms_norm`."""
     check_norm(x, weight, residual)
-    rows, out = _rows(x), NormedSum(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2)))
-    made = plan(NormProblem(*rows.shape), gpu(x.device))
-    launch(made, rows, _rows(residual), eps, weight, out.normed, out.total)
+    out = NormedSum(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2)))
+    launch(_rows(x), _rows(residual), eps, weight, out.normed, out.total)
     return out
 
 
@@ -36,18 +35,15 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def launch(
-    plan: KernelPlan, x: Tensor, residual: Tensor | None, eps: float, weight: Tensor, out: Tensor, total: Tensor | None
-) -> None:
+def launch(x: Tensor, residual: Tensor | None, eps: float, weight: Tensor, out: Tensor, total: Tensor | None) -> None:
     """Writes the norms of ``x``, or of ``x + residual`` to ``out`` and the sum to ``total``; all ``[rows, dim]``."""
     count, channels = x.shape
     if not count:
         return
-    residual_stride = 0 if residual is None else residual.stride(0)
-    rms_norm_kernel[(count,)](
-        NormRows(x, residual, weight, out, total, x.stride(0), residual_stride, eps),
-        CHANNELS=channels,
-        BLOCK=plan.choice.config.block,
-        enable_fp_fusion=True,
-        **plan.options,
+    made, residual_stride = (
+        plan(RowsProblem(count, channels), gpu(x.device)),
+        0 if residual is None else residual.stride(0),
     )
+    arguments = NormRows(x, residual, weight, out, total, x.stride(0), residual_stride, eps)
+    block, options = made.config.size, made.options
+    rms_norm_kernel[(count,)](arguments, CHANNELS=channels, BLOCK=block, enable_fp_fusion=True, **options)

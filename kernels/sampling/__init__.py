@@ -8,8 +8,6 @@ from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 
-__all__ = ["INVALID_TOKEN", "AcceptedDrafts", "accept_drafts", "greedy_tokens"]
-
 
 def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tensor, verify: bool) -> AcceptedDrafts:
     """The newest token of each request, which comes after its last row, or after its last right draft.

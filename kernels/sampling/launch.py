@@ -7,8 +7,8 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, next_power_of_2
-from deepseek_attn.kernels.sampling.plan import GreedyProblem, plan
+from deepseek_attn.kernels.common.plans import KernelPlan, RowsProblem, cdiv, next_power_of_2
+from deepseek_attn.kernels.sampling.plan import plan
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.kernels.sampling.sampling_triton import (
     accept_drafts_kernel,
@@ -26,13 +26,13 @@ def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
-        launch(plan(GreedyProblem(*logits.shape), gpu(logits.device)), logits, invalid_token, tokens)
+        launch(plan(RowsProblem(*logits.shape), gpu(logits.device)), logits, invalid_token, tokens)
     return tokens
 
 
 def launch(plan: KernelPlan, logits: Tensor, invalid_token: int, tokens: Tensor) -> None:
     """Writes the greedy token of each row of ``logits`` to ``tokens``."""
-    (rows, vocab), (block, warps) = logits.shape, plan.choice.config
+    (rows, vocab), (block, warps) = logits.shape, plan.config
     blocks = cdiv(vocab, block)
     peaks = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     columns = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)

@@ -8,8 +8,8 @@ import torch
 
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.kernels.common.norm_rope import rms_norm
-from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4_weight, quantize_fp8_block
-from deepseek_attn.kernels.linear import InputFormat, quantized_input
+from deepseek_attn.kernels.common.quant import InputFormat, encode_e8m0, quantize_fp4_weight, quantize_fp8_block
+from deepseek_attn.kernels.linear.formats import quantized_input
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import GroupedLinear, Linear, join_weights, multi_linear
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm, SlotKind, checkpoint_slots

@@ -23,9 +23,8 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.attention.plan import LayerCall
-from deepseek_attn.kernels.collectives.plan import ExchangeProblem
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import recorded_choices
+from deepseek_attn.kernels.common.plans import RowsProblem, recorded_choices
 from deepseek_attn.kernels.indexer.plan import BlocksProblem, IndexQueryProblem, ScoresProblem
 from deepseek_attn.kernels.indices.plan import IndexProblem
 from deepseek_attn.runner.step_plans import step_plans
@@ -57,11 +56,11 @@ STATED = {
         for width in (128, 640)
         for record in ("", "fp8_v4", "fp8_v32")
     ],
-    "collectives.exchange": [ExchangeProblem(4096, 8)],  # several ranks
+    "collectives.exchange": [RowsProblem(4096)],  # several ranks
     # V4.1 at lengths from which candidate blocks limit the selection
     "indexer.candidate_scores": [ScoresProblem(4, 1, 16384, 64, 128, "fp8", exact) for exact in (False, True)],
     "indexer.blocks": [BlocksProblem(kernel, 4, 512) for kernel in ("block_scores_kernel", "candidate_entries_kernel")],
-    "indexer.queries": [IndexQueryProblem(tokens, "index_query_kernel") for tokens in (1, 64)],  # training, impls
+    "indexer.queries": [IndexQueryProblem(tokens) for tokens in (1, 64)],  # training, impls
     "indices.index": [IndexProblem("compute_global_topk_indices_and_lens", 4, 512)],  # impls on FlashMLA
 }
 """Problems by the name of a table, of which the steps below have none."""

@@ -20,7 +20,7 @@ from deepseek_attn.estimates.floors import (
     StepShape,
 )
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.hyper_connection import DelayedOutput
+from deepseek_attn.kernels.hyper_connection.types import DelayedOutput
 from deepseek_attn.models import block, deepseek_v41
 from deepseek_attn.models.hyper_connection import hc_post
 from deepseek_attn.models.moe import MoE

@@ -8,7 +8,8 @@ import torch
 from deepseek_attn.cache.records import IndexFp4Record, IndexFp8Record, PlainRecord
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.kernels.common.quant import QuantizedRows, quantize_fp8
-from deepseek_attn.kernels.insert import CacheRows, IndexKeyRows, LatentTokens, reference
+from deepseek_attn.kernels.insert import CacheRows, LatentTokens, reference
+from deepseek_attn.kernels.insert.types import IndexKeyRows
 
 NAN, INF = float("nan"), float("inf")
 EPS, INDEX_EPS, POSITIONS, PAGE = 1e-6, 1e-3, 90, 4

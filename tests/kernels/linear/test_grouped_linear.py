@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from deepseek_attn.kernels.common.quant import fake_quant_fp8, quantize_fp8_block
-from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat, Segment, reference
+from deepseek_attn.kernels.common.quant import InputFormat, fake_quant_fp8, quantize_fp8_block
+from deepseek_attn.kernels.linear import Segment, reference
+from deepseek_attn.kernels.linear.formats import UNQUANTIZED
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 

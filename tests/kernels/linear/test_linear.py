@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.quant import quantize_fp8_block
-from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat, QuantizedRows, Segment, reference
+from deepseek_attn.kernels.common.quant import InputFormat, quantize_fp8_block
+from deepseek_attn.kernels.linear import QuantizedRows, Segment, reference
+from deepseek_attn.kernels.linear.formats import UNQUANTIZED
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.moe import ExpertStack, HostExperts, copied_parts, expert_parts, reference
+from deepseek_attn.kernels.moe import ExpertStack, HostExperts, reference
+from deepseek_attn.kernels.moe.types import copied_parts, expert_parts
 from tests.kernels.moe.moe_cases import FORMATS, make_case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

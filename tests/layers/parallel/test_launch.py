@@ -17,7 +17,7 @@ from deepseek_attn.cli import main
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
-from deepseek_attn.kernels.linear import dequantize_weight
+from deepseek_attn.kernels.linear.formats import dequantize_weight
 from deepseek_attn.layers.launch import RankFailed, check_launch, listen_on
 from deepseek_attn.layers.parallel import Parallel, launched
 from deepseek_attn.layers.split import check_split

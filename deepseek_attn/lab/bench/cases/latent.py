@@ -6,16 +6,11 @@ import torch
 
 from deepseek_attn.cache.records import IndexFp8Record
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
-from deepseek_attn.kernels.insert import CacheRows, IndexKeyRows, LatentTokens, insert_latents
+from deepseek_attn.kernels.insert import CacheRows, LatentTokens, insert_latents
 from deepseek_attn.kernels.insert import reference as insert_reference
-from deepseek_attn.kernels.latent import (
-    WEIGHT_BLOCK,
-    LatentQueries,
-    LatentWeight,
-    absorb_queries,
-    project_values,
-    reference,
-)
+from deepseek_attn.kernels.insert.types import IndexKeyRows
+from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, absorb_queries, project_values, reference
+from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK
 from deepseek_attn.lab.bench.cases.case import OpCase
 
 HEADS, NOPE, ROPE, RANK, VALUES = 128, 128, 64, 512, 128  # of DeepSeek-V3.2

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from deepseek_attn.config.v4 import DeepseekV4Base
-from deepseek_attn.kernels.linear import InputFormat, Segment, grouped_linear, multi_linear, quantize_input
+from deepseek_attn.kernels.common.quant import InputFormat
+from deepseek_attn.kernels.linear import Segment, grouped_linear, multi_linear, quantize_input
 from deepseek_attn.lab.bench.cases.case import OpCase, v4_preset
 
 FP8_INPUT = InputFormat(fp8=True)
