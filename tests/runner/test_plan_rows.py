@@ -27,6 +27,7 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import RowsProblem, recorded_choices
 from deepseek_attn.kernels.indexer.plan import BlocksProblem, IndexQueryProblem, ScoresProblem
 from deepseek_attn.kernels.indices.plan import IndexProblem
+from deepseek_attn.kernels.moe.plan import FetchProblem
 from deepseek_attn.runner.step_plans import step_plans
 from tests.house.test_plans import TABLES
 from tests.support.v41_cases import FOUR_LAYERS
@@ -57,6 +58,9 @@ STATED = {
         for record in ("", "fp8_v4", "fp8_v32")
     ],
     "collectives.exchange": [RowsProblem(4096)],  # several ranks
+    # experts in host memory
+    "moe.cache_rows": [FetchProblem(256, True)],
+    "moe.copies": [FetchProblem(256, True)],
     # V4.1 at lengths from which candidate blocks limit the selection
     "indexer.candidate_scores": [ScoresProblem(4, 1, 16384, 64, 128, "fp8", exact) for exact in (False, True)],
     "indexer.blocks": [BlocksProblem(kernel, 4, 512) for kernel in ("block_scores_kernel", "candidate_entries_kernel")],
