@@ -20,14 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deepseek_attn.kernels.moe import (
-    ExpertStack,
-    HostExperts,
-    copied_parts,
-    count_expert_uses,
-    expert_parts,
-    fetch_experts,
-)
+from deepseek_attn.kernels.moe import ExpertStack, HostExperts, count_expert_uses, fetch_experts
+from deepseek_attn.kernels.moe.types import copied_parts, expert_parts
 
 STREAM_LOAD = 2
 """Pairs of a token and an expert, per expert of the layer, from which on all experts are copied ahead: of random
