@@ -26,9 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--device",
             help="cpu, cuda, cuda:1 (default: that of the experiment, of the results, or a GPU if any)",
         )
+        if name != "report":
+            command.add_argument(
+                "--minutes",
+                type=float,
+                metavar="N",
+                help="begin nothing after so long; trainings keep their state, and `resume` goes on with them",
+            )
         if name == "report":
             command.add_argument("--against", metavar="DIR", help="compare with another folder of results")
-        command.set_defaults(against=None, run=run, log_level=logging.INFO)
+        command.set_defaults(against=None, minutes=None, run=run, log_level=logging.INFO)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,15 +52,15 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.out) if args.out else Path("results") / experiment.name
     # results may come from a machine with another device: nothing is asked of this one until there is work for it
     device = str(parse_device(args.device or experiment.device or recorded_device(folder)))
-    failed = []
+    failed, paused = [], 0
     check_documents(experiment, folder)
     if args.what != "report":
         try:
-            outcome = run_experiment(experiment, folder, device, resume=args.what == "resume")
+            outcome = run_experiment(experiment, folder, device, resume=args.what == "resume", minutes=args.minutes)
         except KeyboardInterrupt:
             say(f"\nstopped; what is done is kept: `{resume_command(args)}` goes on")
             raise
-        failed = outcome.failed
+        failed, paused = outcome.failed, len(outcome.paused)
     elif not folder.is_dir():
         raise ValueError(f"no results in {str(folder)!r}: run the experiment first, or name its folder with --out")
     report = write_report(experiment, folder, device, None if args.against is None else Path(args.against))
@@ -64,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         show(f"report: {folder / PAGE}")
     else:
         show(f"numbers: {folder / NUMBERS}; for the page with plots, {HINT}, then `experiment report`")
+    if paused:
+        show(f"the time was over: {paused} pieces of work are left; `{resume_command(args)}` goes on")
     for failure in failed:
         show(f"failed: {failure.unit.name}: {failure.reason}")
     return 1 if failed else 0

@@ -8,6 +8,7 @@ queries (`softmax_block`) and the pooling of windows (`pool_windows`) are called
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from deepseek_attn.attention.indexer import Indexer
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.kernels.attention.reference import softmax_block
 from deepseek_attn.kernels.common.norm_rope import apply_rope, rms_norm
-from deepseek_attn.kernels.indexer import index_query, index_scores, topk_indices
+from deepseek_attn.kernels.indexer import index_query, topk_indices
 from deepseek_attn.kernels.insert import query_norm_rope
 from deepseek_attn.kernels.insert.reference import pool_windows
 from deepseek_attn.layers.linear import multi_linear
@@ -33,17 +34,24 @@ class WholeSequences:
 
     Attributes:
         batch, length: sequences, and tokens of each.
-        select: read the entries that indexers select, as a running model does; otherwise all that are visible.
-        index_losses: of the layers with an indexer, in order; layers append them.
+        select: which entries a query reads in layers with an indexer: ``all`` visible ones, or the top-k of the
+            indexer's scores (``learned``, as a running model does), of the layer's own attention over all visible
+            entries (``oracle``), or of a hash (``random``).
+        trains_index: layers with an indexer append to ``index_losses``, in order.
+        noise: int64 ``[B, S]``, a number that depends on each token and those before it; only read if ``random``.
         draft_keys: window keys of an MTP layer at each earlier draft step, to which the layer appends those of this
             one; None outside of draft steps.
+        observer: called with each layer's `Reading`; None: no layer computes one.
     """
 
     batch: int
     length: int
-    select: bool = True
+    select: str = "learned"
+    trains_index: bool = True
+    noise: Tensor | None = None
     index_losses: list[Tensor] = field(default_factory=list)
     draft_keys: list[Tensor] | None = None
+    observer: Callable[[Reading], None] | None = None
 
     def positions(self, device: torch.device) -> Tensor:
         """Int64 ``[B * S]``."""
@@ -52,6 +60,23 @@ class WholeSequences:
     def rows(self, x: Tensor) -> Tensor:
         """``[B * S, ...]`` -> ``[B, S, ...]``."""
         return x.unflatten(0, (self.batch, self.length))
+
+
+class Reading(NamedTuple):
+    """What the queries of a layer read, for an observer.
+
+    Attributes:
+        layer: number of the layer.
+        dense: float32 ``[B, S, S]``, attention over all tokens up to the query, sum of the heads.
+        mass: float32 ``[B, S, E]``, attention over the window and all visible entries, sum of the heads, of entries.
+        visible, read: bool ``[B, S, E]``. Without entries, E is 0.
+    """
+
+    layer: int
+    dense: Tensor
+    mass: Tensor
+    visible: Tensor
+    read: Tensor
 
 
 def precision(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
@@ -81,31 +106,111 @@ class TrainedAttention(DeepseekV4MLAAttention):
             q = step.rows(query_norm_rope(self.raw_queries(self.wq_b(qr), positions)))
             kv = rms_norm(kv, self.eps, self.kv_norm.weight)
             kv = step.rows(apply_rope(kv, self.rope.at(positions)))
+            window = min(self.window_size, step.length)
             if step.draft_keys is not None:
-                keys = draft_keys([*step.draft_keys, kv], self.window_size)
+                keys = draft_keys([*step.draft_keys, kv], window)
                 step.draft_keys.append(kv)
             else:
-                keys = [window_keys(kv, self.window_size)]
-            readable = scores = None
+                keys = [window_keys(kv, window)]
+            found = scores = None
             if self.compressor is not None and step.length >= self.compress_ratio:
                 entries = compressed(self.compressor, projected[0], projected[1], step)
-                readable = visible_entries(step.length, self.compress_ratio, x.device)
-                if self.indexer is not None:
+                visible = visible_entries(step.length, self.compress_ratio, x.device)
+                if self.indexer is not None and (step.trains_index or step.select == "learned"):
                     scores = self.index_scores(self.indexer, x.detach(), qr.detach(), positions, step)
-                    readable = selected(scores, readable, self.indexer.topk) if step.select else readable
-                keys.append(entry_keys(entries, readable, self.window_size))
-            o, shares = attend_in_blocks(q, keys, self.attn_sink, self.window_size, self.scale)
-            if scores is not None and readable is not None:
-                step.index_losses.append(index_loss(scores, shares[..., -scores.shape[2] :].sum(2), readable))
+                found = Entries(entries, visible, self.readable(q, keys, entries, visible, scores, step))
+                keys.append(entry_keys(entries, found.readable, window))
+            if step.observer is not None and step.draft_keys is None:
+                step.observer(self.reading(q, kv, keys[:1], found, step))
+            o, shares = attend_in_blocks(q, keys, self.attn_sink, window, self.scale)
+            if step.trains_index and scores is not None and found is not None:
+                step.index_losses.append(index_loss(scores, shares[..., -scores.shape[2] :].sum(2), found.readable))
             return self.wo_b(self.wo_a.project(o.flatten(0, 1), positions, self.rope.cos_sin))
+
+    @torch.no_grad()
+    def readable(
+        self, q: Tensor, keys: list[VisibleKeys], entries: Tensor, visible: Tensor, scores: Tensor | None,
+        step: WholeSequences,
+    ) -> Tensor:  # fmt: skip
+        """Bool ``[B or 1, S, E]``: the entries that each query reads. No gradient passes through the choice."""
+        topk = self.index_topk
+        if topk is None or step.select == "all" or topk >= visible.shape[2]:
+            return visible
+        if step.select == "oracle":
+            scores = self.entry_mass(q, keys, entries, visible)
+        elif step.select == "random":
+            scores = hashed_scores(step, self.spec.index, visible.shape[2])
+        assert scores is not None
+        return selected(scores, visible, topk)
+
+    def entry_mass(self, q: Tensor, keys: list[VisibleKeys], entries: Tensor, visible: Tensor) -> Tensor:
+        """Share of attention over the window and all ``visible`` entries that each entry gets.
+
+        Float32 ``[B, S, E]``, the sum of the heads.
+        """
+        window = keys[0].visible.shape[2]
+        everything = [*keys, entry_keys(entries, visible, window)]
+        _, shares = attend_in_blocks(q, everything, self.attn_sink, window, self.scale)
+        return shares[..., -visible.shape[2] :].sum(2)
+
+    @torch.no_grad()
+    def reading(
+        self, q: Tensor, kv: Tensor, keys: list[VisibleKeys], found: Entries | None, step: WholeSequences
+    ) -> Reading:
+        """The layer's `Reading` of ``keys``, of its window, and of the entries that it ``found``."""
+        length = step.length
+        _, dense = attend_in_blocks(q, [window_keys(kv, length)], self.attn_sink, length, self.scale)
+        if found is None:
+            nothing = dense.new_zeros(step.batch, length, 0)
+            return Reading(self.spec.index, dense[..., -length:].sum(2), nothing, nothing.bool(), nothing.bool())
+        mass = self.entry_mass(q, keys, found.entries, found.visible)
+        visible, read = (marks.expand_as(mass) for marks in (found.visible, found.readable))
+        return Reading(self.spec.index, dense[..., -length:].sum(2), mass, visible, read)
 
     def index_scores(self, indexer: Indexer, x: Tensor, qr: Tensor, positions: Tensor, step: WholeSequences) -> Tensor:
         """The indexer's scores ``[B, S, E]``."""
         values, gates, weights = multi_linear(x, self.input_linears[4:])
         keys = compressed(indexer.compressor, values, gates, step)
         queries = index_query(indexer.query_rows(indexer.wq_b(qr), weights, positions))
-        sequences = zip(step.rows(queries.q), keys, step.rows(queries.weights), strict=True)
-        return torch.stack([index_scores(q, k, w) for q, k, w in sequences])
+        return batched_index_scores(step.rows(queries.q), keys, step.rows(queries.weights))
+
+
+class Entries(NamedTuple):
+    """Compressed entries ``[B, E, D]``; bool ``[B or 1, S, E]``: those that a query could read, and those it reads."""
+
+    entries: Tensor
+    visible: Tensor
+    readable: Tensor
+
+
+def hashed_scores(step: WholeSequences, layer: int, count: int) -> Tensor:
+    """Float32 ``[B, S, count]`` in [0, 1): of a query's prefix, the layer and the entry, and nothing else."""
+    assert step.noise is not None
+    entry = torch.arange(count, device=step.noise.device)
+    mixed = step.noise.unsqueeze(2) + mix_bits(entry + (layer + 1) * 1_000_003)
+    return (mix_bits(mixed) & 0xFFFFFF).float() / float(1 << 24)
+
+
+def mix_bits(x: Tensor) -> Tensor:
+    """An int64 hash of int64 numbers."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ (x >> shift)) * factor
+    return x ^ (x >> 31)
+
+
+def batched_index_scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """The op `index_scores` for each sequence, in as many launches as for one.
+
+    Args:
+        q: ``[B, S, heads, d]``; keys: ``[B, E, d]``; weights: ``[B, S, heads]``.
+
+    Returns:
+        Float32 ``[B, S, E]``.
+    """
+    batch, length, heads, dim = q.shape
+    products = torch.bmm(q.float().reshape(batch, length * heads, dim), keys.float().transpose(1, 2)).relu()
+    products = products.view(batch * length, heads, keys.shape[1])
+    return torch.bmm(weights.float().reshape(batch * length, 1, heads), products).view(batch, length, -1)
 
 
 def compressed(module: Compressor, values: Tensor, scores: Tensor, step: WholeSequences) -> Tensor:
@@ -190,6 +295,8 @@ def window_keys(kv: Tensor, window: int, first: int = 0, last: int | None = None
     """
     blocks = in_blocks(kv, window)
     mask = window_mask(blocks.shape[1], window, kv.device, first, window if last is None else last)
+    if blocks.shape[1] == 1:  # nothing comes before the only block
+        return VisibleKeys(blocks, mask[:, :, window:].unsqueeze(0))
     return VisibleKeys(torch.cat([shifted(blocks), blocks], 2), mask.unsqueeze(0))
 
 

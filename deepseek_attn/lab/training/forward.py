@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.kernels.moe import swiglu
-from deepseek_attn.lab.training.attention import TrainedAttention, WholeSequences, precision
+from deepseek_attn.lab.training.attention import Reading, TrainedAttention, WholeSequences, mix_bits, precision
 from deepseek_attn.models.block import Block
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.moe import MoE
@@ -90,22 +91,36 @@ class DenseModel(nn.Module):
         model: the whole backbone, its weights dequantised; an MTP layer is left to `drafts.DraftModel`.
         dtype: of matrix products; bfloat16 for speed on a GPU. Hyper-connections, router, norms, softmax and logits are
             float32 in any case.
+        selection: which entries a query reads once entries are selected: ``learned``, ``oracle`` or ``random``, see
+            `WholeSequences`. Indexers are trained if it is ``learned``.
+        seed: of a random selection.
     """
 
-    def __init__(self, model: TrainedModel, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, model: TrainedModel, dtype: torch.dtype = torch.float32, selection: str = "learned", seed: int = 0
+    ):
         super().__init__()
-        self.model = model
+        self.model, self.selection, self.seed = model, selection, seed
         for module in model.modules():
             if isinstance(module, TrainedAttention | TrainedMoE):
                 module.product_dtype = dtype
 
-    def forward(self, token_ids: torch.Tensor, select: bool = True) -> Dense:
+    def forward(
+        self, token_ids: torch.Tensor, select: bool = True, observer: Callable[[Reading], None] | None = None
+    ) -> Dense:
         """``token_ids`` int64 ``[B, S]``.
 
         Args:
-            select: read the entries that indexers select; otherwise all of them.
+            select: read the entries that are selected; otherwise all of them.
+            observer: see `WholeSequences`.
         """
-        step = WholeSequences(*token_ids.shape, select=select)
+        step = WholeSequences(
+            *token_ids.shape,
+            select=self.selection if select else "all",
+            trains_index=self.selection == "learned",
+            noise=mix_bits(mix_bits(token_ids + self.seed * 7919).cumsum(1)) if self.selection == "random" else None,
+            observer=observer,
+        )
         with reference_ops():
             streams = self.model(token_ids.flatten(), step.positions(token_ids.device), step)
             logits = step.rows(self.model.logits(streams))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from deepseek_attn.lab.training.forward import DenseModel
 from deepseek_attn.lab.training.save import TrainedSource
 from deepseek_attn.lab.training.state import Steps, TrainingState
 from deepseek_attn.lab.training.step import BackboneStep, MtpStep, TrainingStep
-from deepseek_attn.lab.training.task import Task
+from deepseek_attn.lab.training.task import Task, generator_of
 from deepseek_attn.lab.training.weights import FreshSource, build_model
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -27,6 +29,7 @@ from deepseek_attn.utils.clock import seconds_since
 WARMUP = 0.05  # share of the training in which the learning rate rises
 DENSE_SHARE = 0.5  # share that reads all entries with unquantised weights, see `train`
 REPORT_EVERY = 20
+WORKSPACES = ":4096:8"  # of cuBLAS, for `deterministic_ops`
 MAX_RATE = 1e6  # of learning rate and weight decay: an optimizer's float32 steps are finite below
 MTP_SEED = 10_000  # added to the seed of the backbone's batches
 EVALUATION_SEED = 20_000  # far from the seeds of training batches
@@ -79,6 +82,7 @@ class TrainResult:
             entries as the indexers select them, as in a runner; with an MTP layer also those of `evaluate`.
         seconds: time of the optimizer steps of the backbone, without initialisation and evaluation.
         mtp: steps of the MTP layer, whose losses are divergences from the backbone (see `evaluate`); None without one.
+        dense: the model over whole sequences, with gradients.
     """
 
     config: ModelConfig
@@ -88,7 +92,8 @@ class TrainResult:
     steps: int
     seconds: float
     tokens_per_second: float
-    mtp: Steps | None = field(default=None, repr=False)
+    mtp: Steps | None
+    dense: DenseModel = field(repr=False)
 
     def source(self) -> TrainedSource:
         """The weights as a checkpoint source, without files."""
@@ -116,6 +121,10 @@ def train(
     mtp: MtpTraining | None = None,
     progress: Callable[[int, float], None] | None = None,
     state: TrainingState | None = None,
+    selection: str = "learned",
+    curriculum: float = 0.0,
+    deterministic: bool = False,
+    stop: Callable[[], bool] | None = None,
 ) -> TrainResult:
     """Trains a model from scratch.
 
@@ -130,20 +139,66 @@ def train(
         config: with one MTP layer or none; ``vocab_size`` at least the task's.
         steps: optimizer steps, fewer if ``budget_s`` ends first.
         batch, seq_len: sequences of a step, and predictions of each.
-        seed: of weights and batches. On a CPU the same seed gives the same model; a GPU adds rounding noise.
+        seed: of weights and batches. On a CPU the same seed gives the same model; a GPU adds rounding noise, unless the
+            training is ``deterministic``.
         device: default: the first GPU if there is one. On a GPU matrix products are bfloat16.
         lr: peak learning rate.
         weight_decay: of the matrices; a text that is read many times wants more (1.0) than fresh data.
         budget_s: seconds that the steps may take; the schedule follows the clock where that is ahead of the steps. The
             MTP layer's steps get their share by number.
         dense_share: share of the training that is its first part.
-        test_batches: batches of the evaluation at the end.
+        test_batches: batches of the evaluation at the end; 0: without one.
         mtp: how the MTP layer is trained; None: `MtpTraining`'s defaults. Without an MTP layer it is not used.
         progress: called with (steps done, loss) every 20 steps; steps of the MTP layer count on.
         state: where the training's state is kept and, if it was interrupted, goes on from; see `TrainingState`.
+        selection: how entries are selected in the second part: ``learned``, or instead of the indexers by the layer's
+            own attention (``oracle``) or a hash of the sequence (``random``); see `WholeSequences`. Indexers are
+            trained only if it is ``learned``.
+        curriculum: share of the training in which a synthetic task becomes as hard as it is (`Task.batch`).
+        deterministic: one seed gives one result on a GPU too; see `deterministic_ops`.
+        stop: asked after each step; once it is true, the state is kept and the training ends with `Paused`.
 
     Raises:
         ValueError: sizes that do not fit each other, or a config with several MTP layers.
+        Paused: ``stop`` said so.
+    """
+    with deterministic_ops(deterministic, pick_device(device)):
+        stepping = train_stepwise(
+            config, task, steps=steps, batch=batch, seq_len=seq_len, seed=seed, device=device, lr=lr,
+            weight_decay=weight_decay, budget_s=budget_s, dense_share=dense_share, test_batches=test_batches, mtp=mtp,
+            progress=progress, state=state, selection=selection, curriculum=curriculum, stop=stop,
+        )  # fmt: skip
+        while True:
+            try:
+                next(stepping)
+            except StopIteration as end:
+                return end.value
+
+
+def train_stepwise(
+    config: ModelConfig,
+    task: Task,
+    *,
+    steps: int,
+    batch: int,
+    seq_len: int,
+    seed: int,
+    device: torch.device | str | None,
+    lr: float,
+    weight_decay: float = 0.1,
+    budget_s: float | None = None,
+    dense_share: float = DENSE_SHARE,
+    test_batches: int = 8,
+    mtp: MtpTraining | None = None,
+    progress: Callable[[int, float], None] | None = None,
+    state: TrainingState | None = None,
+    selection: str = "learned",
+    curriculum: float = 0.0,
+    stop: Callable[[], bool] | None = None,
+) -> Generator[None, None, TrainResult]:
+    """`train`, step by step, so that one process can train several models in turn; returns its result.
+
+    On a GPU everything runs on the stream that is current in each `next`: give each training a stream of its own.
     """
     drafter = (mtp or MtpTraining()).filled(steps, lr, weight_decay)
     check(config, task, steps, batch, seq_len, dense_share)
@@ -152,30 +207,32 @@ def train(
         check_mtp(drafter, seq_len)
         budget_s = budget_s * steps / (steps + drafter.steps) if budget_s else None
     device = pick_device(device)
-    model = build_model(config, FreshSource(config, seed), device, max_positions=seq_len)
-    dense = DenseModel(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = build_model(config, FreshSource(config, seed), device, max_positions=config.max_position_embeddings)
+    dense = DenseModel(model, torch.bfloat16 if device.type == "cuda" else torch.float32, selection, seed)
     step = BackboneStep(dense, batch, seq_len, weight_decay)
-    generator = torch.Generator().manual_seed(seed)
 
-    def run(share: float, rate: float) -> torch.Tensor:
+    def run(done: int, share: float, rate: float) -> torch.Tensor:
         step.set_stage(served=share >= dense_share)
-        return step.run(task.batch(batch, seq_len, generator), rate)
+        difficulty = min(1.0, share / curriculum) if curriculum else 1.0
+        drawn = task.batch(batch, seq_len, generator_of(seed, done), difficulty=max(difficulty, 1e-3))
+        return step.run(drawn, rate)
 
-    trained = run_steps(run, steps, lr, budget_s, progress, kept(state, "backbone", step, generator))
+    trained = yield from run_steps(run, steps, lr, budget_s, progress, kept(state, "backbone", step), stop)
     drafts = None
     if config.mtp_layers:
         later = None if progress is None else lambda done, loss: progress(trained.done + done, loss)
         budget_s = budget_s * drafter.steps / steps if budget_s else None
-        drafts = train_mtp(dense, config, task, drafter, batch, seq_len, seed=seed, budget_s=budget_s, progress=later,
-                           state=state)  # fmt: skip
-    metrics = evaluate(dense, config, task, test_batches, batch, seq_len, depth=drafter.depth)
+        drafts = yield from train_mtp(dense, task, drafter, batch, seq_len, seed=seed, budget_s=budget_s,
+                                      progress=later, state=state, stop=stop)  # fmt: skip
+    metrics = {}
+    if test_batches:
+        metrics = evaluate(dense, config, task, test_batches, batch, seq_len, depth=drafter.depth)
     speed = trained.done * batch * seq_len / trained.seconds
-    return TrainResult(config, model, trained.losses, metrics, trained.done, trained.seconds, speed, drafts)
+    return TrainResult(config, model, trained.losses, metrics, trained.done, trained.seconds, speed, drafts, dense)
 
 
 def train_mtp(
     dense: DenseModel,
-    config: ModelConfig,
     task: Task,
     mtp: FilledMtpTraining,
     batch: int,
@@ -185,51 +242,80 @@ def train_mtp(
     budget_s: float | None = None,
     progress: Callable[[int, float], None] | None = None,
     state: TrainingState | None = None,
-) -> Steps:
-    """Trains the MTP layer of a model whose backbone is finished and stays as it is.
+    stop: Callable[[], bool] | None = None,
+) -> Generator[None, None, Steps]:
+    """Trains the MTP layer of a model whose backbone is finished and stays as it is, step by step.
 
     Its drafts imitate the backbone, because a draft is accepted if it is what the backbone chooses: see `draft_losses`.
     Weights are quantised as the checkpoint stores them, and entries selected, from the first step on.
 
     Args:
         mtp: with no value None, see `MtpTraining.filled`.
-        seed, budget_s, progress, state: see `train`.
+        seed, budget_s, progress, state, stop: see `train`.
     """
     step = MtpStep(dense, batch, seq_len, mtp.weight_decay, mtp.depth, mtp.greedy_share)
-    generator = torch.Generator().manual_seed(MTP_SEED + seed)
-    return run_steps(
-        lambda _, rate: step.run(task.batch(batch, seq_len, generator), rate), mtp.steps, mtp.lr, budget_s, progress,
-        kept(state, "mtp", step, generator),
-    )  # fmt: skip
+
+    def run(done: int, share: float, rate: float) -> torch.Tensor:
+        return step.run(task.batch(batch, seq_len, generator_of(MTP_SEED + seed, done)), rate)
+
+    return (yield from run_steps(run, mtp.steps, mtp.lr, budget_s, progress, kept(state, "mtp", step), stop))
+
+
+class Paused(Exception):
+    """A training has been told to stop; its state, if it keeps one, is written."""
+
+
+@contextmanager
+def deterministic_ops(enabled: bool, device: torch.device) -> Iterator[None]:
+    """With ``enabled``, every operation in this context has one result, on a GPU too.
+
+    There `torch.use_deterministic_algorithms` replaces sums by atomic additions: gradients of gathers, of indexing and
+    of `index_select`. cuBLAS keeps a workspace per stream, which ``CUBLAS_WORKSPACE_CONFIG`` has to say before the
+    process makes its first product. An operation without a deterministic form raises a RuntimeError that names it.
+    """
+    if not enabled or device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES)
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 class Kept(NamedTuple):
-    """Where a stage of a training begins, and what keeps its state: called with the steps and whether it has ended."""
+    """Where a stage of a training begins, and its state's `TrainingState.save` with (steps, ended, now)."""
 
     start: Steps = Steps(0, [], 0.0)
-    save: Callable[[Steps, bool], None] | None = None
+    save: Callable[[Steps, bool, bool], None] | None = None
 
 
-def kept(state: TrainingState | None, stage: str, step: TrainingStep, generator: torch.Generator) -> Kept:
+def kept(state: TrainingState | None, stage: str, step: TrainingStep) -> Kept:
     """The stage as ``state`` has it; from its beginning, and not kept, without one."""
     if state is None:
         return Kept()
-    start = state.restore(stage, step, generator)
-    return Kept(start, lambda steps, last: state.save(stage, step, generator, steps, last=last))
+    start = state.restore(stage, step)
+    return Kept(start, lambda steps, last, now: state.save(stage, step, steps, last=last, now=now))
 
 
 def run_steps(
-    run: Callable[[float, float], torch.Tensor],
+    run: Callable[[int, float, float], torch.Tensor],
     steps: int,
     lr: float,
     budget_s: float | None,
     progress: Callable[[int, float], None] | None,
     kept: Kept,
-) -> Steps:
-    """Calls ``run(share of the training that is done, learning rate)``, which returns the loss, step by step.
+    stop: Callable[[], bool] | None,
+) -> Generator[None, None, Steps]:
+    """Calls ``run(steps done, share of the training that is done, learning rate)``, which returns the loss, in turn.
 
     Raises:
         ValueError: the loss is not finite.
+        Paused: ``stop`` said so.
     """
     losses, done, start = [*kept.start.losses], kept.start.done, time.perf_counter()
 
@@ -238,7 +324,7 @@ def run_steps(
 
     share = max(done / steps, kept.start.seconds / budget_s if budget_s else 0.0)
     while done < steps and share < 1.0:
-        loss = run(share, lr * min(1.0, (share + 1 / steps) / WARMUP) * (1.0 - share))
+        loss = run(done, share, lr * min(1.0, (share + 1 / steps) / WARMUP) * (1.0 - share))
         done += 1
         if done % REPORT_EVERY == 0 or done == steps:
             losses.append((done, float(loss)))
@@ -247,8 +333,12 @@ def run_steps(
             if progress is not None:
                 progress(*losses[-1])
         share = max(done / steps, seconds() / budget_s if budget_s else 0.0)
+        ended, stopped = share >= 1.0, stop is not None and stop()
         if kept.save is not None:
-            kept.save(Steps(done, losses, seconds()), share >= 1.0)
+            kept.save(Steps(done, losses, seconds()), ended, stopped)
+        if stopped and not ended:
+            raise Paused(f"stopped after {done} of {steps} steps")
+        yield
     return Steps(done, losses, seconds())
 
 
@@ -308,6 +398,11 @@ def check_mtp(mtp: FilledMtpTraining, seq_len: int) -> None:
     check_rates(mtp.lr, mtp.weight_decay, None, "mtp.")
 
 
+def served_weights(model: DeepseekV4, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Parameters by name as a runner loads them from a checkpoint."""
+    return TrainedSource(model, config).rounded_parameters()
+
+
 @torch.no_grad()
 def evaluate(
     dense: DenseModel,
@@ -325,15 +420,15 @@ def evaluate(
     of the drafts), and ``acceptance_1``, ``acceptance_2``, ...: how often that draft is what the backbone chooses, both
     greedily, where the drafts before it were. The text goes on as it is written, whatever was chosen.
     """
-    generator = torch.Generator().manual_seed(EVALUATION_SEED)
     device = dense.model.embed.weight.device
-    weights = TrainedSource(dense.model, config).rounded_parameters()
+    weights = served_weights(dense.model, config)
     drafting = DraftModel(dense)
     total = torch.zeros(3, dtype=torch.float64, device=device)
     divergence = torch.zeros((), dtype=torch.float64, device=device)
     accepted = torch.zeros(depth, 2, dtype=torch.float64, device=device)
-    for _ in range(batches):
-        tokens, mask = (part.to(device) for part in task.batch(batch, seq_len, generator, split))
+    for number in range(batches):
+        drawn = task.batch(batch, seq_len, generator_of(EVALUATION_SEED, number), split)
+        tokens, mask, expected = (part.to(device) for part in drawn[:3])
         if config.mtp_layers:
             names = {f"dense.model.{name}": value for name, value in weights.items()}
             drafts = torch.func.functional_call(drafting, names, (tokens[:, :-1], depth))
@@ -343,7 +438,7 @@ def evaluate(
         else:
             names = {f"model.{name}": value for name, value in weights.items()}
             logits = torch.func.functional_call(dense, names, (tokens[:, :-1],)).logits
-        targets, counted = tokens[:, 1:], mask[:, 1:]
+        targets, counted = expected[:, 1:], mask[:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         right = logits.argmax(-1) == targets
         total += torch.stack([loss[counted.flatten()].sum(), right[counted].sum(), counted.sum()]).double()

@@ -74,8 +74,11 @@ class TrainingState:
                     "give the same options, or remove it and train anew"
                 )
 
-    def restore(self, stage: str, step: TrainingStep, generator: torch.Generator) -> Steps:
-        """Puts the weights, the optimizer and the generator of a stage where they were; returns the steps done."""
+    def restore(self, stage: str, step: TrainingStep) -> Steps:
+        """Puts the weights and the optimizer of a stage where they were; returns the steps done.
+
+        Batches follow from the number of steps (`task.generator_of`), so that the data needs no state of its own.
+        """
         own = f"{stage}."
         if f"{own}progress" not in self._tensors:
             return Steps(0, [], 0.0)
@@ -87,14 +90,17 @@ class TrainingState:
                 _, _, number, key = name.split(".")
                 optimizer["state"].setdefault(int(number), {})[key] = tensor
         step.optimizer.load_state_dict(optimizer)
-        generator.set_state(self._tensors[f"{own}generator"])
         done, seconds = self._tensors[f"{own}progress"].tolist()
         losses = [(int(number), loss) for number, loss in self._tensors[f"{own}losses"].tolist()]
         return Steps(int(done), losses, seconds)
 
-    def save(self, stage: str, step: TrainingStep, generator: torch.Generator, steps: Steps, *, last: bool) -> None:
-        """Writes the state if the last one is old enough; ``last``: the stage ends, and its optimizer is not kept."""
-        if not last and seconds_since(self.saved) < SAVE_SECONDS:
+    def save(self, stage: str, step: TrainingStep, steps: Steps, *, last: bool, now: bool = False) -> None:
+        """Writes the state if the last one is old enough, or ``now``.
+
+        Args:
+            last: the stage ends, and its optimizer is not kept.
+        """
+        if not last and not now and seconds_since(self.saved) < SAVE_SECONDS:
             return
         own = f"{stage}."
         tensors = {n: t for n, t in self._tensors.items() if not n.startswith(("model.", own))}
@@ -102,7 +108,6 @@ class TrainingState:
         for number, values in ({} if last else step.optimizer.state_dict()["state"]).items():
             tensors |= {f"{own}optimizer.{number}.{key}": value for key, value in values.items()}
         tensors |= {
-            f"{own}generator": generator.get_state(),
             f"{own}progress": torch.tensor([steps.done, steps.seconds], dtype=torch.float64, device="cpu"),
             f"{own}losses": torch.tensor(steps.losses, dtype=torch.float64, device="cpu").view(-1, 2),
         }

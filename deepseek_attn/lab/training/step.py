@@ -50,6 +50,7 @@ class TrainingStep(ABC):
         self.device = device = next(model.parameters()).device
         self.source = TrainedSource(model, model.config)  # how the weights are stored
         self.tokens = torch.zeros(batch, seq_len + 1, dtype=torch.int64, device=device)
+        self.targets = torch.zeros_like(self.tokens)
         self.mask = torch.zeros(batch, seq_len + 1, dtype=torch.bool, device=device)
         self.gates = [module for module in (model.mtp if mtp else model.layers).modules() if isinstance(module, Gate)]
         named = {name: p for name, p in model.named_parameters() if p.requires_grad and name.startswith(MTP) == mtp}
@@ -59,28 +60,43 @@ class TrainingStep(ABC):
         self.optimizer = torch.optim.AdamW(
             parameter_groups(named, weight_decay), lr=rate, betas=BETAS, fused=captured, capturable=captured
         )
+        self.stream = torch.cuda.Stream(device) if captured else None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager = 0
         self.loss = torch.zeros((), device=device, dtype=torch.float32)
 
     @abstractmethod
     def objective(self) -> Objective:
-        """Of the batch in ``tokens`` and ``mask``. On a GPU it must not wait for the device."""
+        """Of the batch in ``tokens``, ``targets`` and ``mask``. On a GPU it must not wait for the device."""
 
     def run(self, batch: Batch, rate: float) -> torch.Tensor:
-        """Trains on one batch and returns its loss, a scalar on the device that the next step overwrites."""
+        """Trains on one batch and returns its loss, a scalar on the device that the next step overwrites.
+
+        On a GPU the work is done on a stream of this step's own, and the caller's stream waits for it.
+        """
+        if self.stream is None:
+            return self.on_this_stream(batch, rate)
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            loss = self.on_this_stream(batch, rate)
+        current.wait_stream(self.stream)
+        return loss
+
+    def on_this_stream(self, batch: Batch, rate: float) -> torch.Tensor:
         self.tokens.copy_(batch.tokens, non_blocking=True)
+        self.targets.copy_(batch.targets, non_blocking=True)
         self.mask.copy_(batch.mask, non_blocking=True)
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        if self.device.type != "cuda":
+        if self.stream is None:
             self.work()
         elif self.eager < EAGER_STEPS:
             self.eager += 1
-            self.on_side_stream()
+            self.work()
         else:
             if self.graph is None:
                 self.graph = self.capture()
@@ -88,7 +104,7 @@ class TrainingStep(ABC):
         return self.loss
 
     def work(self) -> None:
-        """Forward, backward, optimizer update and expert balance, on the batch in ``tokens`` and ``mask``."""
+        """Forward, backward, optimizer update and expert balance, on the batch that `run` has copied."""
         self.optimizer.zero_grad(set_to_none=True)
         minimised, reported, loads = self.objective()
         minimised.backward()
@@ -97,17 +113,15 @@ class TrainingStep(ABC):
         self.balance(loads)
         self.loss.copy_(reported.detach())
 
-    def on_side_stream(self) -> None:
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            self.work()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-
     def capture(self) -> torch.cuda.CUDAGraph:
+        """The graph of `work`, captured on the stream that replays it.
+
+        cuBLAS has a workspace per stream: graphs that run at the same time must not be captured on one stream, which
+        `torch.cuda.graph` would do by default.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=self.stream):
             self.work()
         return graph
 
@@ -130,13 +144,15 @@ class BackboneStep(TrainingStep):
     def set_stage(self, served: bool) -> None:
         """``served``: entries are selected and weights quantised, as when the model is served."""
         if served != self.served:
+            if self.stream is not None:
+                self.stream.synchronize()  # the last replay of the graph that goes
             self.served, self.graph, self.eager = served, None, 0
 
     def objective(self) -> Objective:
         weights = self.source.rounded_parameters(mtp=False) if self.served else {}
         names = {f"model.{name}": value for name, value in weights.items()}
         result = torch.func.functional_call(self.dense, names, (self.tokens[:, :-1], self.served))
-        targets, counted = self.tokens[:, 1:].flatten(), self.mask[:, 1:].flatten()
+        targets, counted = self.targets[:, 1:].flatten(), self.mask[:, 1:].flatten()
         losses = F.cross_entropy(result.logits.flatten(0, 1), targets, reduction="none")
         loss = (losses * counted).sum() / counted.sum()
         return Objective(loss + result.index_loss, loss, result.loads)

@@ -61,7 +61,9 @@ class TextTask(Task):
         tokenizer = train_tokenizer(text, vocab_size) if tokenizer is None else tokenizer
         return cls(tokenizer.encode(text, add_special_tokens=False).ids, vocab_size, tokenizer)
 
-    def batch(self, size: int, seq_len: int, generator: torch.Generator, split: str = "train") -> Batch:
+    def batch(
+        self, size: int, seq_len: int, generator: torch.Generator, split: str = "train", difficulty: float = 1.0
+    ) -> Batch:
         part = self.parts[split]
         if len(part) <= seq_len:
             raise ValueError(
@@ -73,4 +75,7 @@ class TextTask(Task):
         tokens = torch.cat([torch.full((size, 1), BOS, dtype=torch.int64, device="cpu"), pieces], 1)
         mask = torch.ones_like(tokens, dtype=torch.bool)
         mask[:, 0] = False
-        return Batch(tokens, mask)
+        return Batch(tokens, mask, tokens, torch.full_like(tokens, -1))
+
+    def chance(self, seq_len: int) -> None:
+        return None

@@ -17,6 +17,7 @@ from deepseek_attn.lab.training.forward import DenseModel
 from deepseek_attn.lab.training.loop import EVALUATION_SEED
 from deepseek_attn.lab.training.save import TrainedSource
 from deepseek_attn.lab.training.step import MtpStep
+from deepseek_attn.lab.training.task import generator_of
 from deepseek_attn.lab.training.weights import FreshSource, build_model
 from deepseek_attn.runner.drafting import DraftRows
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -191,9 +192,10 @@ def test_the_backbone_is_what_it_is_without_an_mtp_layer(task):
 
 def first_drafts_accepted(runner: ModelRunner, task: TextTask) -> float:
     """The share through a runner's caches, on the batches of `evaluate`."""
-    generator, right = torch.Generator().manual_seed(EVALUATION_SEED), []
-    for _ in range(SIZES["test_batches"]):
-        tokens = task.batch(SIZES["batch"], SIZES["seq_len"], generator, "test").tokens[:, :-1]
+    right = []
+    for number in range(SIZES["test_batches"]):
+        drawn = task.batch(SIZES["batch"], SIZES["seq_len"], generator_of(EVALUATION_SEED, number), "test")
+        tokens = drawn.tokens[:, :-1]
         logits, drafts = runner.score_mtp(tokens.tolist())
         right += [d.argmax(-1) == row[1:].argmax(-1) for row, d in zip(logits, drafts, strict=True)]
     return float(torch.cat(right).float().mean())

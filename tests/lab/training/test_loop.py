@@ -17,6 +17,7 @@ from deepseek_attn.lab.training.forward import DenseModel
 from deepseek_attn.lab.training.loop import EVALUATION_SEED
 from deepseek_attn.lab.training.save import TrainedSource
 from deepseek_attn.lab.training.step import BackboneStep, parameter_groups
+from deepseek_attn.lab.training.task import generator_of
 from deepseek_attn.lab.training.weights import FreshSource, build_model, rounded
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
@@ -61,9 +62,9 @@ def test_the_same_seed_gives_the_same_weights(task):
 
 
 def through_the_caches(runner: ModelRunner, task: TextTask, batches: int, batch: int, seq_len: int) -> float:
-    generator, losses = torch.Generator().manual_seed(EVALUATION_SEED), []
-    for _ in range(batches):
-        tokens = task.batch(batch, seq_len, generator, "test").tokens
+    losses = []
+    for number in range(batches):
+        tokens = task.batch(batch, seq_len, generator_of(EVALUATION_SEED, number), "test").tokens
         logits = [row.cpu() for row in runner.score(tokens.tolist())]
         losses += [F.cross_entropy(row[:-1], ids[1:]) for row, ids in zip(logits, tokens, strict=True)]
     return float(torch.stack(losses).mean())

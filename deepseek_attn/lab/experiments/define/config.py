@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
+from importlib.util import find_spec
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -14,21 +15,25 @@ from typing import Any
 from deepseek_attn.cache.layout import check_records
 from deepseek_attn.config.fields import MAX_INTEGER, FieldReader
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.config.numerics import PRESETS, get_numerics
+from deepseek_attn.config.numerics import PRESETS, Numerics, get_numerics
 from deepseek_attn.lab.experiments.define.settings import (
+    LM_EVAL,
     CheckpointSettings,
     CostSettings,
     ModelTimeSettings,
+    QualitySettings,
+    TaskSettings,
     TrainSettings,
     read_model,
     read_sections,
 )
-from deepseek_attn.lab.experiments.define.variant import KV_RECORDS, ModelVariant, default_name
+from deepseek_attn.lab.experiments.define.sizes import sized_model
+from deepseek_attn.lab.experiments.define.variant import KV_RECORDS, ModelVariant, default_name, variant_problems
 from deepseek_attn.utils.json_files import read_json
 
 KEYS = (
-    *("name", "title", "base", "base_changes", "variants", "grid", "seeds", "device", "jobs", "limit_s"),
-    *("cost", "model_time", "train", "checkpoint"),
+    *("name", "title", "question", "base", "base_changes", "variants", "grid", "seeds", "device", "jobs", "limit_s"),
+    *("cost", "model_time", "train", "quality", "checkpoint", "ablate"),
 )
 MAX_VARIANTS = 10_000
 MAX_RUNS = 100_000  # trainings
@@ -42,7 +47,8 @@ class Experiment:
     """A checked experiment. Sections that are None are not measured.
 
     Attributes:
-        name: file name of the results; title: heading of the report.
+        name: file name of the results; title: heading of the report; question: what it is to answer, its first words.
+        origin: the file, or the name of a shipped experiment.
         base: the model that variants change.
         seeds: of weights and data, for everything that is trained.
         device: None: the first GPU if there is one, else the CPU.
@@ -52,6 +58,8 @@ class Experiment:
 
     name: str
     title: str
+    question: str | None
+    origin: str
     base: ModelConfig
     variants: tuple[ModelVariant, ...]
     seeds: tuple[int, ...]
@@ -61,7 +69,12 @@ class Experiment:
     cost: CostSettings | None
     model_time: ModelTimeSettings | None
     train: TrainSettings | None
+    quality: QualitySettings | None
     checkpoint: CheckpointSettings | None
+
+    def base_of(self, task: TaskSettings) -> ModelConfig:
+        """The model that is trained on a task, before its variants."""
+        return self.base if task.size is None else sized_model(task.size)
 
     def variant(self, name: str) -> ModelVariant:
         return next(variant for variant in self.variants if variant.name == name)
@@ -107,6 +120,7 @@ def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
         reader.problem(f"unknown key {key!r}: there are {', '.join(KEYS)}")
     base = _read_base(reader, folder)
     variants = _read_variants(reader)
+    variants += _read_ablations(reader, variants, base)
     sections = read_sections(reader, folder)
     for variant in variants:
         _check_fit(reader, variant, base, sections["cost"], sections["model_time"] is not None)
@@ -115,7 +129,13 @@ def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
         reader.problem(f"seeds is {raw.get('seeds')!r}: expected a list of different integers from 0 to {MAX_INTEGER}")
     name = _read_name(reader, raw.get("name", Path(origin).stem))
     title = read_label(reader, "title", raw.get("title", name))
+    question = raw.get("question")
+    question = None if question is None else read_label(reader, "question", question)
     jobs = reader.integer("jobs", 1)
+    if sections["train"] is not None:
+        _check_train(reader, sections["train"], variants, seeds, base)
+    if sections["quality"] is not None:
+        _check_quality(reader, sections["train"])
     if sections["train"] and (runs := len(variants) * len(seeds) * len(sections["train"].tasks)) > MAX_RUNS:
         reader.problem(f"variants, seeds and train.tasks make {runs} runs: supported are {MAX_RUNS}")
     limit_s = reader.as_number("limit_s", raw.get("limit_s"))
@@ -129,7 +149,9 @@ def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
     assert jobs is not None
     assert name is not None
     assert title is not None
-    return Experiment(name, title, base, tuple(variants), tuple(seeds), device, jobs, limit_s, **sections)
+    return Experiment(
+        name, title, question, Path(origin).name, base, tuple(variants), tuple(seeds), device, jobs, limit_s, **sections
+    )
 
 
 def _repeat(values: list[int]) -> bool:
@@ -203,13 +225,8 @@ def _read_variant(reader: FieldReader, label: str, raw: Any) -> ModelVariant | N
     before = len(reader.problems)
     for key in sorted(set(raw) - set(VARIANT_KEYS)):
         reader.problem(f"{label}: unknown key {key!r}, there are {', '.join(VARIANT_KEYS)}")
-    if not isinstance(raw.get("schedule"), str):
-        reader.problem(f"{label}.schedule is {raw.get('schedule')!r}: expected a pattern such as '0,0,(4,128)*'")
-    for key in ("overlap", "indexer"):
-        value = raw.get(key)
-        by_ratio = isinstance(value, Mapping) and all(isinstance(item, bool) for item in value.values())
-        if value is not None and not isinstance(value, bool) and not by_ratio:
-            reader.problem(f"{label}.{key} is {value!r}: expected true, false or an object from ratio to bool")
+    for problem in variant_problems(label, raw):
+        reader.problem(problem)
     for key in ("index_topk", "sliding_window"):
         reader.as_integer(f"{label}.{key}", raw.get(key))
     reader.as_choice(f"{label}.kv_record", raw.get("kv_record"), KV_RECORDS)
@@ -218,6 +235,72 @@ def _read_variant(reader: FieldReader, label: str, raw: Any) -> ModelVariant | N
         name = read_label(reader, f"{label}.name", default_name(raw) if raw.get("name") is None else raw["name"])
         return None if name is None else ModelVariant(**{**raw, "name": name})
     return None
+
+
+def _read_ablations(reader: FieldReader, variants: list[ModelVariant], base: ModelConfig | None) -> list[ModelVariant]:
+    """A variant for each layer of `ablate.of` that compresses: without its indexer, and at each of `ablate.ratios`."""
+    raw = reader.mapping("ablate")
+    if raw is None or base is None:
+        return []
+    for key in sorted(set(raw) - {"of", "indexer", "ratios"}):
+        reader.problem(f"unknown key ablate.{key}: there are of, indexer, ratios")
+    of = next((variant for variant in variants if variant.name == raw.get("of")), None)
+    ratios, indexer = raw.get("ratios", []), raw.get("indexer", False)
+    if not isinstance(ratios, list) or not all(type(x) is int and x >= 0 for x in ratios) or type(indexer) is not bool:
+        reader.problem(f"ablate is {raw!r}: expected a list of ratios, and indexer true or false")
+        return []
+    if of is None or of.layers is not None or of.v41 is not None:
+        reader.problem(f"ablate.of is {raw.get('of')!r}: expected the name of a V4 variant without `layers`")
+        return []
+    try:
+        specs = of.config(base).layers
+    except ValueError:
+        return []  # reported with the variant
+    found = []
+    for spec in specs:
+        changes = [("no indexer", {"indexer": False})] if indexer and spec.has_indexer else []
+        changes += [(f"ratio {ratio}", {"ratio": ratio}) for ratio in ratios if spec.ratio and ratio != spec.ratio]
+        found += [
+            replace(of, name=f"{of.name}; layer {spec.index} {what}", layers={str(spec.index): change})
+            for what, change in changes
+        ]
+    return found
+
+
+def _check_train(
+    reader: FieldReader,
+    train: TrainSettings,
+    variants: list[ModelVariant],
+    seeds: list[int],
+    base: ModelConfig | None,
+) -> None:
+    """Tasks name variants and seeds of the experiment, and their longest sequences fit the model."""
+    names = [variant.name for variant in variants]
+    for label, task in train.tasks.items():
+        if unknown := [name for name in task.variants or () if name not in names]:
+            reader.problem(f"train.tasks.{label}.variants names {', '.join(unknown)}: there are {', '.join(names)}")
+        if unknown := [str(seed) for seed in task.seeds or () if seed not in seeds]:
+            reader.problem(f"train.tasks.{label}.seeds names {', '.join(unknown)}: seeds are {seeds}")
+        model = base if task.size is None else sized_model(task.size)
+        if model is None or type(task.seq_len) is not int:
+            continue
+        longest = task.seq_len * max(train.lengths)
+        if longest > model.max_position_embeddings:
+            reader.problem(
+                f"train.tasks.{label}: sequences of {longest} tokens ({max(train.lengths)} times seq_len) exceed the "
+                f"model's {model.max_position_embeddings} positions: give `lengths`, or a shorter seq_len"
+            )
+        if task.size is not None:
+            for variant in variants:
+                if task.variants is None or variant.name in task.variants:
+                    _check_variant(reader, variant, f"train.tasks.{label}.size", model, None)
+
+
+def _check_quality(reader: FieldReader, train: TrainSettings | None) -> None:
+    if train is None or not any(task.task == "text" for task in train.tasks.values()):
+        reader.problem("quality.lm_eval needs models that read texts: train.tasks has no task `text`")
+    if find_spec("lm_eval") is None:
+        reader.problem(f"quality.lm_eval: the package lm-eval is not installed: {LM_EVAL}")
 
 
 def _check_fit(
@@ -232,11 +315,16 @@ def _check_fit(
     if cost is not None:
         models["cost.model"] = (cost.model, cost.numerics)
     for where, (model, numerics) in models.items():
-        if model is None:
-            continue
-        try:
-            config = variant.config(model)
-            if numerics is not None:
-                check_records(config, variant.numerics_from(numerics))
-        except ValueError as error:
-            reader.problem(f"variant {variant.name!r} does not fit {where}: {error}")
+        if model is not None and base is not None and variant.counts_for(base, model):
+            _check_variant(reader, variant, where, model, numerics)
+
+
+def _check_variant(
+    reader: FieldReader, variant: ModelVariant, where: str, model: ModelConfig, numerics: Numerics | None
+) -> None:
+    try:
+        config = variant.config(model)
+        if numerics is not None:
+            check_records(config, variant.numerics_from(numerics))
+    except ValueError as error:
+        reader.problem(f"variant {variant.name!r} does not fit {where}: {error}")

@@ -147,10 +147,31 @@ class TokensResult(TypedDict):
 
 
 class LengthRow(TypedDict):
-    """Quality at one sequence length, through the paged caches."""
+    """Quality at one sequence length. ``trailing``: loss of the last eighth of the positions, None if none counts."""
 
     seq_len: int
     loss: float
+    accuracy: float
+    trailing: float | None
+    chance: float | None
+
+
+class DistanceRow(TypedDict):
+    """Accuracy of the ``answers`` at one sequence length whose fact is [start, end) tokens back."""
+
+    seq_len: int
+    start: int
+    end: int
+    answers: float
+    accuracy: float
+
+
+class DepthRow(TypedDict):
+    """Accuracy of the ``answers`` at one sequence length whose fact is at [depth, depth + 0.1) of the sequence."""
+
+    seq_len: int
+    depth: float
+    answers: float
     accuracy: float
 
 
@@ -168,11 +189,15 @@ class TrainedResult(TypedDict):
     steps: int
     losses: list[tuple[float, float]]
     parameters: int
+    answers: int
     by_length: list[LengthRow]
+    by_distance: list[DistanceRow]
+    by_depth: list[DepthRow]
     by_position: list[PositionRow]
     layers: list[RecallRow]
     train_seconds: float
     tokens_per_second: float
+    lm_eval: NotRequired[dict[str, float]]
 
 
 RESULTS: dict[str, Any] = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,25 @@ from deepseek_attn.config.fields import MAX_INTEGER, FieldReader
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import INDEX_KEYS, PRESETS, Numerics, numerics_for
 from deepseek_attn.data import SMALL_CHECKPOINT
+from deepseek_attn.lab.experiments.define.sizes import SIZES, sized_model
 
 MAX_LENGTHS = 100  # number of measured contexts, or other lengths
 MAX_PATH, MAX_FILE_NAME = 4000, 255  # limits of file systems: characters, and bytes of each part
-SYNTHETIC = ("vocab_size", "gap")
+SYNTHETIC = ("vocab_size", "gap", "symbols")
 TASK_OPTIONS = {
     "text": ("characters",),
-    "recall": (*SYNTHETIC, "pairs"),
+    "recall": (*SYNTHETIC, "pairs", "questions"),
     "needle": SYNTHETIC,
     "copy": (*SYNTHETIC, "length"),
+    "variables": (*SYNTHETIC, "chains", "hops"),
+    "common_words": (*SYNTHETIC, "common", "often", "seldom"),
+    "frequent_words": (*SYNTHETIC, "words"),
 }
 TASKS = tuple(TASK_OPTIONS)
+TRAINING_KEYS = ("steps", "batch", "seq_len", "lr", "weight_decay", "curriculum")
+RUN_KEYS = ("task", "size", "seeds", "variants")
+LENGTHS = (1, 2, 4, 8)
+LM_EVAL = "pip install 'deepseek-attn[lm-eval]'"
 
 
 @dataclass(frozen=True)
@@ -65,13 +74,33 @@ class ModelTimeSettings:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """One task that models are trained on, and its training; ``options``: options of the task, such as ``gap``."""
+    """Models that are trained on one task, and their training.
 
+    Attributes:
+        task: of `TASKS`; options: its options, such as ``gap``.
+        steps, batch, seq_len, lr, weight_decay, curriculum: see `deepseek_attn.training.train`.
+        size: a name of `SIZES` for the models; None: the experiment's base.
+        seeds: of these models; None: all of the experiment.
+        variants: names of the variants that are trained; None: all.
+    """
+
+    task: str
+    options: dict[str, Any]
     steps: int
     batch: int
     seq_len: int
     lr: float
-    options: dict[str, Any]
+    weight_decay: float
+    curriculum: float
+    size: str | None
+    seeds: tuple[int, ...] | None
+    variants: tuple[str, ...] | None
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What a result depends on, beside variant, seed and base."""
+        chosen = ("size", "seeds", "variants")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in chosen}
 
 
 @dataclass(frozen=True)
@@ -79,18 +108,32 @@ class TrainSettings:
     """Training the base from scratch under every variant.
 
     Attributes:
-        tasks: by name, of ``text``, ``recall``, ``needle``, ``copy``.
+        tasks: by a label for the report, in the order in which they run.
         text: a text file; None: the text that comes with the library.
-        budget_s: time limit of a run in seconds, whatever its steps; None: no limit.
         eval_batches: batches of the held-out split that quality is measured on.
-        seq_lens: other lengths that the trained model is evaluated at.
+        lengths: multiples of the training's ``seq_len`` at which models are evaluated.
+        lanes: models that one process trains at the same time on a GPU, each on a stream of its own.
+        deterministic: one seed gives one result on a GPU too.
     """
 
     tasks: dict[str, TaskSettings]
     text: str | None
-    budget_s: float | None
     eval_batches: int
-    seq_lens: tuple[int, ...]
+    lengths: tuple[int, ...]
+    lanes: int
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class QualitySettings:
+    """More measures of models that were trained on a text.
+
+    Attributes:
+        lm_eval: tasks of lm-evaluation-harness; limit: documents of each, None for all.
+    """
+
+    lm_eval: tuple[str, ...]
+    limit: int | None
 
 
 @dataclass(frozen=True)
@@ -117,7 +160,10 @@ class CheckpointSettings:
 
 def read_sections(reader: FieldReader, folder: Path) -> dict[str, Any]:
     """The sections of an experiment by name; None for absent sections. Problems go to ``reader``."""
-    parsers = {"cost": _cost, "model_time": _model_time, "train": _train, "checkpoint": _checkpoint}
+    parsers = {
+        **{"cost": _cost, "model_time": _model_time, "train": _train, "quality": _quality},
+        **{"checkpoint": _checkpoint},
+    }
     found = {}
     for name, parse in parsers.items():
         raw = reader.mapping(name)
@@ -185,7 +231,9 @@ def find_file(folder: Path, name: Any) -> str:
 
 
 def read_model(folder: Path, name: Any) -> ModelConfig:
-    """The config of a preset, or of a checkpoint by path or hub id; ValueError unless it is a V4."""
+    """The config of a preset, of one of `SIZES`, or of a checkpoint by path or hub id; ValueError unless it is a V4."""
+    if isinstance(name, str) and name in SIZES:
+        return sized_model(name)
     model = ModelConfig.from_pretrained(find_file(folder, name))
     if not isinstance(model, ModelConfig):
         raise ValueError(f"{name} is {model.model_type}; schedules are DeepSeek-V4's")
@@ -221,34 +269,65 @@ def _train(section: _Section) -> TrainSettings:
     if not isinstance(tasks, Mapping) or not tasks:
         reader.problem(f"train.tasks is {tasks!r}: expected an object from task to its options")
         tasks = {}
-    shared = {key: section.value(key) for key in ("steps", "batch", "seq_len", "lr")}
+    shared = {key: section.value(key) for key in TRAINING_KEYS}
     parsed = {str(name): _task(section, str(name), options, shared) for name, options in tasks.items()}
     found = {name: task for name, task in parsed.items() if task is not None}
-    budget = section.value("budget_s")
-    reader.as_number("train.budget_s", budget)
-    seq_lens = section.integers("seq_lens", required=False)
-    return TrainSettings(found, section.path("text"), budget, section.integer("eval_batches", 4), seq_lens)
+    lengths = section.integers("lengths", required=False) or LENGTHS
+    deterministic = section.value("deterministic", True)
+    if not isinstance(deterministic, bool):
+        reader.problem(f"train.deterministic is {deterministic!r}: expected true or false")
+    return TrainSettings(
+        found, section.path("text"), section.integer("eval_batches", 4), tuple(sorted({1, *lengths})),
+        section.integer("lanes", 1), bool(deterministic),
+    )  # fmt: skip
 
 
 def _task(section: _Section, name: str, options: Any, shared: Mapping[str, Any]) -> TaskSettings | None:
     """One task: its sizes, by default the section's, and its options."""
     reader, label = section.reader, f"train.tasks.{name}"
-    if name not in TASKS or not isinstance(options, Mapping):
-        reader.problem(f"{label} is {options!r}: expected one of {', '.join(TASKS)} with an object of options")
+    kind = options.get("task", name) if isinstance(options, Mapping) else None
+    if kind not in TASKS or not re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name):
+        reader.problem(
+            f"{label} is {options!r}: expected a label without spaces and an object of options; `task`, or else the "
+            f"label, is one of {', '.join(TASKS)}"
+        )
         return None
-    values = {key: options.get(key, shared[key]) for key in shared}
-    values["lr"] = 1e-3 if values["lr"] is None else values["lr"]
+    defaults = {"lr": 1e-3, "weight_decay": 0.1, "curriculum": 0.0}
+    values = {key: options.get(key, shared[key]) for key in TRAINING_KEYS}
+    values |= {key: default for key, default in defaults.items() if values[key] is None}
     for key in ("steps", "batch", "seq_len"):
         if values[key] is None:
             reader.missing(f"{label}.{key} (or train.{key})")
         reader.as_integer(f"{label}.{key}", values[key])
     reader.as_number(f"{label}.lr", values["lr"])
-    task_options = {key: value for key, value in options.items() if key not in shared}
+    for key, most in (("weight_decay", 1e6), ("curriculum", 1.0)):
+        if type(values[key]) not in (int, float) or not 0 <= values[key] <= most:
+            reader.problem(f"{label}.{key} is {values[key]!r}: expected a number from 0 to {most:g}")
+    task_options = {key: value for key, value in options.items() if key not in (*TRAINING_KEYS, *RUN_KEYS)}
     for key, value in task_options.items():
-        if key not in TASK_OPTIONS[name]:
-            reader.problem(f"unknown key {label}.{key}: there are {', '.join((*shared, *TASK_OPTIONS[name]))}")
+        if key not in TASK_OPTIONS[kind]:
+            known = (*RUN_KEYS, *TRAINING_KEYS, *TASK_OPTIONS[kind])
+            reader.problem(f"unknown key {label}.{key}: there are {', '.join(known)}")
         reader.as_integer(f"{label}.{key}", value, 0)
-    return TaskSettings(**values, options=task_options)
+    size = reader.as_choice(f"{label}.size", options.get("size"), tuple(SIZES))
+    lists = {}
+    for key, kind_of in (("seeds", int), ("variants", str)):
+        value = options.get(key)
+        if value is not None and not (isinstance(value, list) and value and all(type(x) is kind_of for x in value)):
+            reader.problem(f"{label}.{key} is {value!r}: expected a list of {key}")
+            value = None
+        lists[key] = None if value is None else tuple(value)
+    return TaskSettings(kind, task_options, **values, size=size, **lists)
+
+
+def _quality(section: _Section) -> QualitySettings:
+    tasks, limit = section.value("lm_eval", required=True) or [], section.value("limit")
+    if not isinstance(tasks, list) or not tasks or not all(isinstance(task, str) and task for task in tasks):
+        section.reader.problem(f"quality.lm_eval is {tasks!r}: expected a list of tasks of lm-evaluation-harness")
+        tasks = []
+    if limit is not None:
+        section.reader.as_integer("quality.limit", limit)
+    return QualitySettings(tuple(tasks), limit)
 
 
 def _checkpoint(section: _Section) -> CheckpointSettings:

@@ -16,6 +16,8 @@ from deepseek_attn.lab.experiments.define.settings import (
     CheckpointSettings,
     CostSettings,
     ModelTimeSettings,
+    QualitySettings,
+    TaskSettings,
     TrainSettings,
 )
 from deepseek_attn.lab.experiments.define.variant import ModelVariant
@@ -23,7 +25,7 @@ from deepseek_attn.lab.experiments.define.variant import ModelVariant
 if TYPE_CHECKING:  # it imports torch, and worker processes receive units before they do
     from deepseek_attn.lab.experiments.define.config import Experiment
 
-FORMAT = 1  # of the records: raise it when their meaning changes, and old ones are made again
+FORMAT = 2  # of the records: raise it when their meaning changes, and old ones are made again
 
 ReportProgress = Callable[[float], None]  # called with the part of a unit that is done, in [0, 1]
 Kind = Literal["cost", "layer_time", "model_time", "reference", "checkpoint", "tokens", "train"]
@@ -72,21 +74,27 @@ class CheckpointJob:
 
 @dataclass(frozen=True)
 class TokensJob:
-    """Tokenises the text of the text task, once for all runs."""
+    """Tokenises the text of a text task, once for all runs; ``task``: its label."""
 
     settings: TrainSettings
+    task: str
     vocab_size: int
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Trains a variant of ``base`` on one task with one seed, and measures it."""
+    """Trains a variant of ``base`` on one task with one seed, and measures it; ``task``: its label."""
 
     variant: ModelVariant
     settings: TrainSettings
     base: ModelConfig
     task: str
     seed: int
+    quality: QualitySettings | None
+
+    @property
+    def setup(self) -> TaskSettings:
+        return self.settings.tasks[self.task]
 
 
 Job = CostJob | LayerTimeJob | ModelTimeJob | ReferenceJob | CheckpointJob | TokensJob | TrainJob
@@ -121,8 +129,8 @@ class Unit:
                 return {"contexts": list(settings.contexts), "layers": layers}
             case LayerTimeJob(settings=settings) | ModelTimeJob(settings=settings):
                 return {"times": list(settings.contexts)}
-            case TrainJob(settings=settings, task=task):
-                return {"by_length": sorted({settings.tasks[task].seq_len, *settings.seq_lens})}
+            case TrainJob(settings=settings) as job:
+                return {"by_length": [job.setup.seq_len * times for times in settings.lengths]}
         return {}
 
     @property
@@ -130,6 +138,46 @@ class Unit:
         """Changes with the inputs: a record of another fingerprint does not count."""
         text = json.dumps({"format": FORMAT, "kind": self.kind, **self.inputs}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Trainings that one process does at the same time. ``deterministic``: see `TrainSettings`."""
+
+    units: tuple[Unit, ...]
+    deterministic: bool
+    kind: Kind = "train"
+    alone: bool = False
+
+    @property
+    def name(self) -> str:
+        more = len(self.units) - 1
+        return self.units[0].name + (f", and {more} more" if more else "")
+
+
+def grouped(units: list[Unit], device: str) -> list[Unit | Group]:
+    """The units with trainings in groups: neighbours of one task, as many as a GPU trains at a time, else one each."""
+    found: list[Unit | Group] = []
+    waiting: list[Unit] = []
+
+    def close() -> None:
+        if waiting:
+            job = waiting[0].job
+            assert isinstance(job, TrainJob)
+            found.append(Group(tuple(waiting), job.settings.deterministic))
+            waiting.clear()
+
+    for unit in units:
+        if not isinstance(unit.job, TrainJob):
+            close()
+            found.append(unit)
+            continue
+        lanes = 1 if device.startswith("cpu") else unit.job.settings.lanes
+        if waiting and (waiting[0].job.task != unit.job.task or len(waiting) >= lanes):  # pyright: ignore[reportAttributeAccessIssue]  # trainings
+            close()
+        waiting.append(unit)
+    close()
+    return found
 
 
 def make_units(experiment: Experiment, device: str) -> list[Unit]:
@@ -156,9 +204,13 @@ def _cost_units(experiment: Experiment, device: str) -> list[Unit]:
         return []
     shared = {"model": cost.model.to_dict(), "numerics": cost.numerics.name, "contexts": cost.contexts}
     for variant in experiment.variants:
+        if not variant.counts_for(experiment.base, cost.model):
+            continue
         inputs, name = {"variant": asdict(variant), **shared}, f"{variant.name}: bytes and FLOPs"
         units.append(Unit("cost", name, f"variants/{variant.slug}/cost", inputs, CostJob(variant, cost), alone=True))
         config = variant.config(cost.model)
+        if not isinstance(config, ModelConfig) or variant.dense:
+            continue  # a layer alone cannot be timed if it reads another's entries, or a window that holds everything
         for spec in config.layers:
             kinds.setdefault(layer_key(spec, config, variant, cost.numerics), (variant, spec))
     if not cost.timed:
@@ -179,6 +231,8 @@ def _model_time_units(experiment: Experiment, device: str) -> list[Unit]:
         return []
     shared, units = {"base": base.to_dict(), "device": device, **asdict(settings)}, []
     for variant in experiment.variants:
+        if variant.dense or variant.v41 is not None or variant.selection != "learned":
+            continue  # none of them is a model that serves
         inputs, name = {"variant": asdict(variant), **shared}, f"{variant.name}: times of a step"
         job = ModelTimeJob(variant, settings, base)
         units.append(Unit("model_time", name, f"variants/{variant.slug}/model_time", inputs, job, alone=True))
@@ -196,6 +250,8 @@ def _checkpoint_units(experiment: Experiment, device: str) -> list[Unit]:
     files |= _text_file(settings)
     units = [Unit("reference", label, "checkpoint/own", shared, ReferenceJob(settings), alone=True, files=files)]
     for variant in experiment.variants:
+        if variant.dense or variant.v41 is not None or variant.selection != "learned" or variant.layers is not None:
+            continue  # schedules alone are changed
         inputs, path = {"variant": asdict(variant), **shared}, f"variants/{variant.slug}/checkpoint"
         job = CheckpointJob(variant, settings)
         units.append(Unit("checkpoint", f"{variant.name}: checkpoint", path, inputs, job, files=files))
@@ -207,27 +263,29 @@ def _text_file(settings: CheckpointSettings | TrainSettings) -> dict[str, str | 
 
 
 def _train_units(experiment: Experiment, device: str) -> list[Unit]:
-    """Seeds outermost: an interrupted experiment has all variants of its first seeds."""
+    """Task by task in the order of the file, seeds outermost: what an interrupted experiment has is comparable."""
     settings = experiment.train
     if settings is None:
         return []
-    base = experiment.base
-    shared = {"base": base.to_dict(), "device": device, "budget_s": settings.budget_s}
-    shared |= {"eval_batches": settings.eval_batches, "seq_lens": settings.seq_lens}
-    text: dict[str, Any] = {"text": name_of(settings.text), "vocab_size": base.vocab_size}
-    units, files = [], {}
-    if "text" in settings.tasks:
-        files = _text_file(settings)
-        text |= settings.tasks["text"].options
-        job = TokensJob(settings, base.vocab_size)
-        units.append(Unit("tokens", "tokens of the text", "text/tokens", text, job, alone=True, files=files))
-    for seed in experiment.seeds:
-        for task, task_settings in settings.tasks.items():
-            inputs = {"task": task, "seed": seed, "settings": asdict(task_settings), **shared}
-            inputs |= {"tokens": text} if task == "text" else {}
-            read = files if task == "text" else {}
-            for variant in experiment.variants:
-                name, path = f"{variant.name}: {task}, seed {seed}", f"variants/{variant.slug}/{task}-seed{seed}"
-                job = TrainJob(variant, settings, base, task, seed)
-                units.append(Unit("train", name, path, {"variant": asdict(variant), **inputs}, job, files=read))
+    shared = {"device": device, "eval_batches": settings.eval_batches, "lengths": settings.lengths}
+    shared |= {"deterministic": settings.deterministic and device != "cpu"}
+    units = []
+    for label, setup in settings.tasks.items():
+        base, read = experiment.base_of(setup), {}
+        inputs: dict[str, Any] = {"base": base.to_dict(), "task": label, "settings": setup.training, **shared}
+        if setup.task == "text":
+            read = _text_file(settings)
+            text = {"text": name_of(settings.text), "vocab_size": base.vocab_size, **setup.options}
+            inputs |= {"tokens": text}
+            inputs |= {} if experiment.quality is None else {"quality": asdict(experiment.quality)}
+            job = TokensJob(settings, label, base.vocab_size)
+            name = f"tokens of the text ({label})"
+            units.append(Unit("tokens", name, f"text/{label}", text, job, alone=True, files=read))
+        chosen = [v for v in experiment.variants if setup.variants is None or v.name in setup.variants]
+        for seed in experiment.seeds if setup.seeds is None else setup.seeds:
+            for variant in chosen:
+                name, path = f"{variant.name}: {label}, seed {seed}", f"variants/{variant.slug}/{label}-seed{seed}"
+                job = TrainJob(variant, settings, base, label, seed, experiment.quality)
+                given = {"variant": asdict(variant), "seed": seed, **inputs}
+                units.append(Unit("train", name, path, given, job, files=read))
     return units

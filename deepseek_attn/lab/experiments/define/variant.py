@@ -1,4 +1,4 @@
-"""One variant of a model: a schedule by pattern, and other changes to its long-range branch."""
+"""One variant of a model: a schedule by pattern, and other changes to its attention."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from deepseek_attn.config.fields import MAXIMA
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import Numerics, get_numerics
+from deepseek_attn.config.v4 import DeepseekV4Base
+from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.lab.experiments.define.schedule import expand_schedule
+from deepseek_attn.lab.experiments.define.v41 import V41_KEYS, make_v41
 
 MAX_SLUG = 100  # characters
 KV_RECORDS = ("plain", "fp8_ds_mla")
+ATTENTIONS = ("compressed", "dense")
+SELECTIONS = ("learned", "oracle", "random")
+LAYER_KEYS = ("ratio", "indexer")
 
 
 @dataclass(frozen=True)
@@ -21,22 +29,33 @@ class ModelVariant:
 
     Attributes:
         name: shown in the report, unique in an experiment.
-        schedule: compress ratios by pattern, see `expand_schedule`: it fits models of any number of layers.
+        schedule: compress ratios by pattern, see `expand_schedule`: it fits models of any number of layers. Dense
+            attention has none.
+        attention: ``dense``: every query of every layer reads every token before it. No layer compresses, so this is
+            the upper bound of all schedules.
+        selection: how layers with an indexer select entries in training: ``learned``, or as controls that have the same
+            entries and costs, by the layer's own attention over all of them (``oracle``) or by a hash (``random``).
         overlap, indexer: for all compressed layers, or by ratio such as ``{"16": true}``. Other ratios follow the
             published rule: ratio 4 has both, all others have neither.
         index_topk: entries that an indexer selects; sliding_window: tokens.
         kv_record: how caches store an entry, ``plain`` or ``fp8_ds_mla``; affects bytes and times.
         numerics: a preset such as ``serving``, for costs, times and the loaded checkpoint; training is not quantised.
+        layers: changes of single layers of the base, such as ``{"2": {"ratio": 0}, "3": {"indexer": false}}``.
+        v41: makes a V4.1 of the same sizes, whose layers share entries and selections: see `make_v41`.
     """
 
     name: str
-    schedule: str
+    schedule: str = "0*"
+    attention: str = "compressed"
+    selection: str = "learned"
     overlap: bool | Mapping[str, bool] | None = None
     indexer: bool | Mapping[str, bool] | None = None
     index_topk: int | None = None
     sliding_window: int | None = None
     kv_record: str | None = None
     numerics: str | None = None
+    layers: Mapping[str, Mapping[str, Any]] | None = None
+    v41: Mapping[str, Any] | None = None
 
     @property
     def slug(self) -> str:
@@ -46,26 +65,94 @@ class ModelVariant:
             return slug
         return f"{slug[:MAX_SLUG]}-{hashlib.sha256(self.name.encode('utf-8', 'backslashreplace')).hexdigest()[:8]}"
 
-    def config(self, base: ModelConfig) -> ModelConfig:
+    @property
+    def dense(self) -> bool:
+        return self.attention == "dense"
+
+    def config(self, base: ModelConfig) -> ModelConfig | DeepseekV41Config:
         """``base`` under this variant, without MTP layers.
 
         Raises:
             ValueError: the schedule or a value does not fit the base.
         """
         ratios = expand_schedule(self.schedule, base.num_hidden_layers)
+        changed = self._changed_layers(ratios)
+        sizes = {"index_topk": self.index_topk, "sliding_window": self.sliding_window}
+        sizes = {key: value for key, value in sizes.items() if value is not None}
+        if self.dense:
+            sizes["sliding_window"] = min(base.max_position_embeddings, MAXIMA["sliding_window"])
+        if self.v41 is not None:
+            base = base.replace(num_nextn_predict_layers=0, compress_ratios=[0] * len(ratios), **sizes)
+            return make_v41(base, ratios, self.v41)
         changes = {
-            "compress_ratios": ratios,
+            "compress_ratios": [change.get("ratio", ratio) for ratio, change in zip(ratios, changed, strict=True)],
             "num_nextn_predict_layers": 0,
             "compress_overlap": _by_ratio(self.overlap, ratios),
             "compress_indexer": _by_ratio(self.indexer, ratios),
         }
-        sizes = {"index_topk": self.index_topk, "sliding_window": self.sliding_window}
-        return base.replace(**changes, **{key: value for key, value in sizes.items() if value is not None})
+        config = base.replace(**changes, **sizes)
+        if any("indexer" in change for change in changed):
+            pairs = zip(config.layers, changed, strict=True)
+            config = config.replace(
+                compress_indexer=[change.get("indexer", layer.has_indexer) for layer, change in pairs]
+            )
+        return config
+
+    def _changed_layers(self, ratios: list[int]) -> list[Mapping[str, Any]]:
+        """The changes of each layer."""
+        changes = self.layers or {}
+        wrong = [layer for layer in changes if not layer.isdigit() or int(layer) >= len(ratios)]
+        if wrong:
+            raise ValueError(f"layers names {', '.join(wrong)}: the model has layers 0 to {len(ratios) - 1}")
+        return [changes.get(str(layer), {}) for layer in range(len(ratios))]
+
+    def counts_for(self, base: ModelConfig, model: DeepseekV4Base) -> bool:
+        """Whether the costs of ``model`` under this variant are those of the variant of ``base``."""
+        return self.layers is None or model.num_hidden_layers == base.num_hidden_layers
 
     def numerics_from(self, preset: Numerics) -> Numerics:
         """``preset``, or this variant's, with the variant's cache record."""
         preset = preset if self.numerics is None else get_numerics(self.numerics)
         return preset if self.kv_record is None else replace(preset, kv_record=self.kv_record)
+
+
+def variant_problems(label: str, raw: Mapping[str, Any]) -> list[str]:
+    """Problems of a variant's own values, whatever the base."""
+    problems = []
+    dense, selection = raw.get("attention") == "dense", raw.get("selection", "learned")
+    if not dense and not isinstance(raw.get("schedule"), str):
+        problems.append(f"{label}.schedule is {raw.get('schedule')!r}: expected a pattern such as '0,0,(4,128)*'")
+    for key, choices in (("attention", ATTENTIONS), ("selection", SELECTIONS)):
+        if raw.get(key, choices[0]) not in choices:
+            problems.append(f"{label}.{key} is {raw[key]!r}: expected {', '.join(choices)}")
+    if dense and (given := sorted(set(raw) - {"name", "attention", "kv_record"})):
+        problems.append(f"{label}: attention dense reads every token, so that {', '.join(given)} cannot be given")
+    if selection != "learned" and raw.get("indexer") is False:
+        problems.append(f"{label}.selection is {selection!r}, and indexer is false: no layer selects entries")
+    for key in ("overlap", "indexer"):
+        value = raw.get(key)
+        by_ratio = isinstance(value, Mapping) and all(isinstance(item, bool) for item in value.values())
+        if value is not None and not isinstance(value, bool) and not by_ratio:
+            problems.append(f"{label}.{key} is {value!r}: expected true, false or an object from ratio to bool")
+    layers = raw.get("layers")
+    if layers is not None and not (isinstance(layers, Mapping) and all(map(_is_layer_change, layers.values()))):
+        problems.append(
+            f'{label}.layers is {layers!r}: expected changes by layer, such as {{"2": {{"ratio": 0}}}} or '
+            '{"3": {"indexer": false}}'
+        )
+    v41 = raw.get("v41")
+    if v41 is not None and not (isinstance(v41, Mapping) and set(v41) <= set(V41_KEYS)):
+        problems.append(f"{label}.v41 is {v41!r}: expected an object with some of {', '.join(V41_KEYS)}")
+    elif v41 is not None and (given := sorted({"overlap", "indexer", "layers"} & set(raw))):
+        problems.append(f"{label}: v41 says which layers have indexers, so that {', '.join(given)} cannot be given")
+    return problems
+
+
+def _is_layer_change(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not value or not set(value) <= set(LAYER_KEYS):
+        return False
+    ratio, indexer = value.get("ratio", 0), value.get("indexer", False)
+    return type(ratio) is int and ratio >= 0 and isinstance(indexer, bool)
 
 
 def _by_ratio(value: bool | Mapping[str, bool] | None, ratios: list[int]) -> dict[str, bool] | None:
@@ -76,6 +163,8 @@ def _by_ratio(value: bool | Mapping[str, bool] | None, ratios: list[int]) -> dic
 
 def default_name(fields: Mapping[str, object]) -> str:
     """The default name of a variant: its schedule, and every other key it sets."""
+    if fields.get("attention") == "dense":
+        return "dense"
     rest = [f"{key} {_short(value)}" for key, value in fields.items() if key not in ("name", "schedule")]
     return ", ".join([str(fields.get("schedule")), *rest])
 

@@ -65,7 +65,9 @@ class LayerRecall:
             at = block.positions.unsqueeze(1)
             logits = torch.einsum("thd,kd->thk", block.queries, keys)
             dense = softmax_with_sink(logits, position <= at, block.sink).keys.sum(1)
-            seen = (at - position < self.layer.window_size) | _covered(block.read, spec.ratio, spec.overlap, len(keys))
+            seen = (at - position < self.layer.window_size) | covered_tokens(
+                block.read, spec.ratio, spec.overlap, len(keys)
+            )
             self.token_mass.append(((dense * seen).sum(1) / dense.sum(1)).cpu())
             quality = selection_quality(block, self.layer.index_topk)
             if quality is not None:
@@ -110,7 +112,7 @@ def measure_recall(runner: ModelRunner, prompts: list[list[int]]) -> list[Recall
     return observer.rows()
 
 
-def _covered(reads: torch.Tensor, ratio: int, overlap: bool, tokens: int) -> torch.Tensor:
+def covered_tokens(reads: torch.Tensor, ratio: int, overlap: bool, tokens: int) -> torch.Tensor:
     """Bool ``[rows, tokens]``: tokens that the entries of ``reads [rows, entries]`` were compressed from."""
     if not reads.shape[1]:
         return torch.zeros(len(reads), tokens, dtype=torch.bool, device=reads.device)

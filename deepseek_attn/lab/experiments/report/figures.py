@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepseek_attn.lab.bench.plots import MUTED, SERIES, svg_element
@@ -17,7 +17,7 @@ from deepseek_attn.lab.experiments.report.axes import (
     set_whole_ticks,
     write_numbers,
 )
-from deepseek_attn.lab.experiments.report.pareto import chance_of, measured
+from deepseek_attn.lab.experiments.report.pareto import bound_of, chance_of, measured, metric_of
 from deepseek_attn.lab.experiments.report.schema import (
     Front,
     Report,
@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # by names of a report's costs: titles of plots, and the quantity plotted against the context
-FRONT_TITLES = {"bytes_per_token": "KV bytes per token", "decode_ms": "decode time", "prefill_ms": "prefill time"}
+FRONT_TITLES = {
+    "bytes_per_token": "KV bytes per token",
+    "read_bytes": "bytes read",
+    "decode_ms": "decode time",
+    "prefill_ms": "prefill time",
+}
 COST_CAPTIONS = {
     "sequence_bytes": "cache bytes of a sequence",
     "read_bytes": "cache bytes read by a query",
@@ -69,6 +74,65 @@ class Figure:
         return svg_element(self.paint, self.caption, self.name)
 
 
+def main(report: Report) -> list[Figure]:
+    """The five plots that answer the question, of the first task that models were trained on."""
+    if not tasks(report):
+        return []
+    first = tasks(report)[0]
+    quality = f"{first} {metric_of(with_task(report, first)[0].quality)}"
+    found = [figure for figure in fronts(report) if figure.caption.startswith(f"{quality} against")][:2]
+    found += [figure for figure in distances(report) if figure.name == f"length-{first}"]
+    found += [*sizes(report, first), *forest(report, quality)]
+    return [replace(figure, name=f"main-{figure.name}") for figure in found]
+
+
+def sizes(report: Report, first: str) -> list[Figure]:
+    """Quality against the number of parameters, over the tasks that are the first one at other sizes of models."""
+    kind = with_task(report, first)[0].quality["kind"]
+    metric, series = metric_of(with_task(report, first)[0].quality), []
+    for variant in report["variants"]:
+        found = [q for q in variant.get("tasks", {}).values() if q["kind"] == kind]
+        bars = [(q["parameters"], q[metric]["low"], q[metric]["high"]) for q in found]
+        if found:
+            points = sorted((float(q["parameters"]), q[metric]["mean"]) for q in found)
+            series.append(Line(variant, points, bars))
+    if max((len(line.points) for line in series), default=0) < 2:
+        return []
+
+    def paint(axes: Axes) -> None:
+        set_scale(axes, "x", [x for line in series for x, _ in line.points])
+        lines(series, "parameters", f"{kind} {metric}", chance=chance_of(report, f"{first} {metric}"))(axes)
+
+    return [Figure(f"sizes-{kind}", f"{kind}: {metric} by the size of the model", paint)]
+
+
+def forest(report: Report, quality: str) -> list[Figure]:
+    """Paired differences with their intervals: what a schedule loses, and what its selection does."""
+    rows = [
+        row for row in report["comparisons"] if row["quality"] == quality and row["family"] in ("bound", "selection")
+    ]
+    numbers = {variant["name"]: variant["number"] for variant in report["variants"]}
+    if not rows:
+        return []
+
+    def paint(axes: Axes) -> None:
+        axes.axvline(0.0, color=MUTED, linewidth=1)
+        for place, row in enumerate(rows):
+            number = numbers[row["one"]]
+            color = SERIES[(number - 1) % len(SERIES)]
+            low, high = (row["mean"] if end is None else end for end in (row["low"], row["high"]))
+            face = color if row["exceeds"] else "none"
+            belongs_to(axes.hlines(place, low, high, color=color, linewidth=1.2), number)
+            [point] = axes.plot([row["mean"]], [place], "o", color=color, markersize=4, markerfacecolor=face)
+            belongs_to(point, number)
+        labels = [f"{numbers[row['one']]} - {numbers[row['other']]}" for row in rows]
+        axes.set_yticks(range(len(rows)), labels, fontsize=max(4, min(8, 150 / len(rows))))
+        axes.invert_yaxis()
+        axes.set_xlabel(f"difference in {quality}")
+
+    return [Figure("forest", "paired differences, 95 % intervals; filled: more than noise", paint)]
+
+
 def fronts(report: Report) -> list[Figure]:
     """Quality against each cost, with the Pareto fronts."""
     return [
@@ -78,11 +142,13 @@ def fronts(report: Report) -> list[Figure]:
 
 
 def distances(report: Report) -> list[Figure]:
-    """Quality of trained models at other lengths, and loss by position in the sequence."""
+    """Quality of trained models at other lengths, by distance and depth of the fact, and loss by position."""
     figures = []
     for task in tasks(report):
-        metric, qualities = "loss" if task == "text" else "accuracy", with_task(report, task)
+        qualities = with_task(report, task)
+        metric = metric_of(qualities[0].quality)
         lengths = length_lines(qualities, metric)
+        figures += [*by_distance(report, task, qualities), *by_depth(report, task, qualities)]
         losses = [Line(v, [(row["end"], row["loss"]) for row in quality["by_position"]]) for v, quality in qualities]
         if len(lengths[0].points) > 1:
             paint = lines(lengths, "tokens", f"{task} {metric}", log="x", chance=chance_of(report, f"{task} {metric}"))
@@ -96,6 +162,33 @@ def distances(report: Report) -> list[Figure]:
         if any(len(line.points) > 1 for line in series):
             paint = lines([line for line in series if line.points], "position", f"checkpoint {name}", log="x")
             figures.append(Figure(f"position-checkpoint-{name}", f"checkpoint: {caption} by position", paint))
+    return figures
+
+
+def by_distance(report: Report, task: str, qualities: list[Trained]) -> list[Figure]:
+    """Accuracy against the distance of the fact, at the longest sequences."""
+    longest = max(row["seq_len"] for _, quality in qualities for row in quality["by_length"])
+    series = [
+        Line(v, [(row["end"], row["accuracy"]) for row in q["by_distance"] if row["seq_len"] == longest])
+        for v, q in qualities
+    ]
+    if series := [line for line in series if len(line.points) > 1]:
+        paint = lines(series, "tokens back", f"{task} accuracy", log="x", chance=chance_of(report, f"{task} accuracy"))
+        return [Figure(f"distance-{task}", f"{task}: accuracy by the distance of the fact, {longest} tokens", paint)]
+    return []
+
+
+def by_depth(report: Report, task: str, qualities: list[Trained]) -> list[Figure]:
+    """Accuracy against the depth of a needle, a plot for each length."""
+    figures = []
+    for length in [row["seq_len"] for row in qualities[0].quality["by_length"]]:
+        series = [
+            Line(v, [(row["depth"], row["accuracy"]) for row in q["by_depth"] if row["seq_len"] == length])
+            for v, q in qualities
+        ]
+        if series := [line for line in series if len(line.points) > 1]:
+            paint = lines(series, "depth", f"{task} accuracy", chance=chance_of(report, f"{task} accuracy"))
+            figures.append(Figure(f"depth-{task}-{length}", f"{task}: accuracy by depth, {length} tokens", paint))
     return figures
 
 
@@ -159,7 +252,8 @@ def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
         marks = [mark(variant, [(cost, quality["mean"])]) for variant, cost, quality in points.values()]
         for shown, (_, cost, quality) in zip(marks, points.values(), strict=True):
             belongs_to(axes.vlines(cost, quality["low"], quality["high"], color=shown.color, zorder=2), shown.number)
-        draw_chance(axes, chance_of(report, front["quality"]))
+        draw_level(axes, "chance", chance_of(report, front["quality"]))
+        draw_level(axes, "dense", bound_of(report, front["quality"]))
         draw_points(axes, marks, 6.5, filled=[point.variant["number"] for point in best])
         write_numbers(axes, marks, lift=5)
         axes.set_xlabel(f"{COST_NAMES[front['cost']]} at {show_length(front['context'])} tokens")
@@ -168,11 +262,11 @@ def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
     return paint
 
 
-def draw_chance(axes: Axes, chance: float | None) -> None:
-    """A dashed line at the chance level, named at its left end."""
-    if chance is not None:
-        axes.axhline(chance, color=MUTED, linestyle="--", linewidth=1, zorder=0)
-        axes.annotate("chance", (0, chance), xycoords=("axes fraction", "data"), xytext=(2, 2), fontsize=8, color=MUTED,
+def draw_level(axes: Axes, name: str, level: float | None) -> None:
+    """A dashed line at a level that no schedule should leave, named at its left end."""
+    if level is not None:
+        axes.axhline(level, color=MUTED, linestyle="--", linewidth=1, zorder=0)
+        axes.annotate(name, (0, level), xycoords=("axes fraction", "data"), xytext=(2, 2), fontsize=8, color=MUTED,
                       textcoords="offset points")  # fmt: skip
 
 
@@ -199,7 +293,7 @@ def lines(
         for shown, line in zip(marks, series, strict=True):
             for place, low, high in line.bars:
                 belongs_to(axes.vlines(place, low, high, color=shown.color, alpha=0.5, zorder=2), shown.number)
-        draw_chance(axes, chance)
+        draw_level(axes, "chance", chance)
         draw_lines(axes, marks, size=3)
         write_numbers(axes, marks)
         axes.set_xlabel(x)

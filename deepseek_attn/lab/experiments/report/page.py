@@ -9,7 +9,8 @@ from pathlib import Path
 
 from deepseek_attn.lab.bench.plots import SERIES
 from deepseek_attn.lab.experiments.report import figures
-from deepseek_attn.lab.experiments.report.schema import Report, recall_rows
+from deepseek_attn.lab.experiments.report.comparisons import FAMILIES
+from deepseek_attn.lab.experiments.report.schema import Report, recall_rows, tasks, with_task
 from deepseek_attn.lab.experiments.report.table import show_length, show_number, summary, timing_note
 from deepseek_attn.utils.files import write_text
 from deepseek_attn.utils.pages import page_templates, script_data
@@ -30,13 +31,22 @@ def make_page(report: Report) -> str:
     environment.filters |= {"for_people": show_number, "tokens": show_length}
     plots = {
         section.__name__: [(figure.caption, figure.svg()) for figure in section(report)]
-        for section in (figures.fronts, figures.distances, figures.training, figures.costs, figures.layers)
+        for section in (
+            figures.main,
+            figures.fronts,
+            figures.distances,
+            figures.training,
+            figures.costs,
+            figures.layers,
+        )
     }
     return environment.get_template("page.html.jinja").render(
         report=report,
         summary=summary(report),
         timing_note=timing_note(report),
         recall=list(recall_rows(report)),
+        families=FAMILIES,
+        tasks={task: with_task(report, task) for task in tasks(report)},
         plots=plots,
         num_colors=len(SERIES),
         cost_captions=figures.COST_CAPTIONS,

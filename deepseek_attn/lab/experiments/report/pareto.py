@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from deepseek_attn.lab.experiments.report.schema import Front, Report, Spread, VariantReport
+from deepseek_attn.lab.experiments.report.schema import Front, Report, Spread, TaskQuality, VariantReport
 
 
 def qualities(report: Report) -> dict[str, bool]:
@@ -16,11 +16,18 @@ def qualities(report: Report) -> dict[str, bool]:
     """
     found: dict[str, bool] = {}
     for variant in report["variants"]:
-        for task in variant.get("tasks", {}):
-            found[f"{task} loss" if task == "text" else f"{task} accuracy"] = task != "text"
+        for task, quality in variant.get("tasks", {}).items():
+            found[f"{task} {metric_of(quality)}"] = quality["kind"] != "text"
+            for name in quality.get("lm_eval", {}):
+                found[f"{task} {name}"] = "perplexity" not in name and "bits" not in name
         if "kl" in variant.get("checkpoint", {}):
             found["checkpoint KL"] = False
     return found
+
+
+def metric_of(quality: TaskQuality) -> str:
+    """What counts on a task: ``loss`` of a text, else ``accuracy``."""
+    return "loss" if quality["kind"] == "text" else "accuracy"
 
 
 def quality_of(variant: VariantReport, name: str) -> Spread | None:
@@ -28,8 +35,9 @@ def quality_of(variant: VariantReport, name: str) -> Spread | None:
     if name == "checkpoint KL":
         value = variant.get("checkpoint", {}).get("kl")
         return None if value is None else {"mean": value, "low": value, "high": value}
-    task, metric = name.split()
-    return variant.get("tasks", {}).get(task, {}).get(metric)
+    task, _, metric = name.partition(" ")
+    found = variant.get("tasks", {}).get(task, {})
+    return found[metric] if metric in ("loss", "accuracy") and found else found.get("lm_eval", {}).get(metric)
 
 
 def answers_of(variant: VariantReport, name: str) -> int | None:
@@ -45,9 +53,15 @@ def chance_of(report: Report, name: str) -> float | None:
     return next((chance for chance in found if chance is not None), None) if metric == "accuracy" else None
 
 
+def bound_of(report: Report, name: str) -> float | None:
+    """The quality of dense attention; None if it was not measured."""
+    found = [quality_of(variant, name) for variant in report["variants"] if variant["attention"] == "dense"]
+    return next((quality["mean"] for quality in found if quality is not None), None)
+
+
 def costs(report: Report) -> tuple[str, ...]:
-    """Names of the costs a report has: ``bytes_per_token``, ``decode_ms``, ``prefill_ms``."""
-    names = ("bytes_per_token", "decode_ms", "prefill_ms")
+    """Names of the costs a report has: ``bytes_per_token``, ``read_bytes``, ``decode_ms``, ``prefill_ms``."""
+    names = ("bytes_per_token", "read_bytes", "decode_ms", "prefill_ms")
     return tuple(name for name in names if context_of(report, name) is not None)
 
 
@@ -101,7 +115,7 @@ def mark_front(report: Report) -> list[Front]:
     fronts: list[Front] = []
     for quality, higher in qualities(report).items():
         for cost in costs(report):
-            found = measured(report, quality, cost)
+            found = [point for point in measured(report, quality, cost) if point.variant["selection"] == "learned"]
             points = {p.variant["name"]: (p.cost, p.quality["mean"]) for p in found}
             errors = {p.variant["name"]: error_of(p.quality, answers_of(p.variant, quality)) for p in found}
             context = context_of(report, cost)

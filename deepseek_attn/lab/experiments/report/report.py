@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.lab.experiments.define.config import Experiment
 from deepseek_attn.lab.experiments.define.results import CostResult, LengthRow, TimesResult, TrainedResult
 from deepseek_attn.lab.experiments.define.settings import CostSettings
@@ -21,9 +22,9 @@ from deepseek_attn.lab.experiments.define.units import (
     make_units,
 )
 from deepseek_attn.lab.experiments.define.variant import ModelVariant
-from deepseek_attn.lab.experiments.report.pareto import error_of, is_equal, mark_front
+from deepseek_attn.lab.experiments.report.comparisons import make_comparisons, make_limits
+from deepseek_attn.lab.experiments.report.pareto import mark_front
 from deepseek_attn.lab.experiments.report.schema import (
-    BeyondWindow,
     CostModel,
     CostSection,
     LengthSpread,
@@ -31,12 +32,9 @@ from deepseek_attn.lab.experiments.report.schema import (
     Shape,
     Spread,
     TaskQuality,
-    Trained,
     VariantReport,
-    with_task,
 )
 from deepseek_attn.lab.experiments.run.records import MADE_BY, read_record
-from deepseek_attn.lab.training import make_task
 
 
 def build_report(experiment: Experiment, folder: Path, device: str) -> Report:
@@ -48,6 +46,8 @@ def build_report(experiment: Experiment, folder: Path, device: str) -> Report:
         "made_by": MADE_BY,
         "name": experiment.name,
         "title": experiment.title,
+        "question": experiment.question,
+        "command": f"deepseek-attn experiment run {experiment.origin}",
         "device": next((r["device"] for r in results.values() if "device" in r), device),
         "seeds": list(experiment.seeds),
         "base": _shape(experiment.base),
@@ -64,14 +64,16 @@ def build_report(experiment: Experiment, folder: Path, device: str) -> Report:
         ],
         "own": results.get("checkpoint/own"),
         "fronts": [],
-        "beyond_window": [],
+        "comparisons": [],
+        "limits": [],
     }
     report["fronts"] = mark_front(report)
-    report["beyond_window"] = _beyond_window(report, experiment)
+    report["comparisons"] = make_comparisons(report)
+    report["limits"] = make_limits(report)
     return report
 
 
-def _shape(config: ModelConfig) -> Shape:
+def _shape(config: DeepseekV4Base) -> Shape:
     return {
         "num_hidden_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -105,6 +107,10 @@ def _variant(
         "number": number,
         "name": variant.name,
         "schedule": variant.schedule,
+        "attention": variant.attention,
+        "selection": variant.selection,
+        "twin": _name_of(replace(variant, selection="learned"), variant, experiment),
+        "parent": _name_of(replace(variant, layers=None), variant, experiment),
         "ratios": [spec.ratio for spec in config.layers],
         "window": config.sliding_window,
         "long_range": any(spec.ratio for spec in config.layers),
@@ -126,6 +132,12 @@ def _variant(
     if runs and experiment.train is not None:
         values["tasks"] = {task: _runs(runs[task], experiment, task) for task in experiment.train.tasks if task in runs}
     return values
+
+
+def _name_of(wanted: ModelVariant, variant: ModelVariant, experiment: Experiment) -> str | None:
+    """The name of another variant that has the values of ``wanted``, whatever it is called; None without one."""
+    found = (other for other in experiment.variants if replace(wanted, name=other.name) == other)
+    return next((other.name for other in found if other.name != variant.name), None)
 
 
 def _cost(counted: CostResult, variant: ModelVariant, settings: CostSettings, results: dict[str, Any]) -> CostSection:
@@ -154,30 +166,39 @@ def _cost(counted: CostResult, variant: ModelVariant, settings: CostSettings, re
 def _runs(runs: dict[int, TrainedResult], experiment: Experiment, task: str) -> TaskQuality:
     """The runs of one task by seed, as means and spreads."""
     results = list(runs.values())
-    train, vocab_size = experiment.train, experiment.base.vocab_size
+    train = experiment.train
     if train is None:
         raise ValueError(f"experiment {experiment.name} trains nothing, and has runs of task {task}")
-    scored = sum(row["tokens"] for row in results[0]["by_position"])  # of one batch
-    options = train.tasks[task].options
-    return {
-        "answers": round(scored * train.eval_batches),
-        "chance": None if task == "text" else 1 / len(make_task(task, vocab_size, **options).values),
+    setup, lm_eval = train.tasks[task], [result["lm_eval"] for result in results if "lm_eval" in result]
+    quality: TaskQuality = {
+        "kind": setup.task,
+        "size": setup.size,
+        "answers": results[0]["answers"],
+        "chance": results[0]["by_length"][0]["chance"],
         "seeds": list(runs),
         "parameters": results[0]["parameters"],
         "steps": [result["steps"] for result in results],
+        "tokens": setup.steps * setup.batch * setup.seq_len,
         "loss": spread([result["metrics"]["loss"] for result in results]),
         "accuracy": spread([result["metrics"]["accuracy"] for result in results]),
         "curve": _curve([result["losses"] for result in results]),
         "by_length": [_length_row(rows) for rows in zip(*(result["by_length"] for result in results), strict=True)],
+        "by_distance": _average_rows([result["by_distance"] for result in results], ("seq_len", "start", "end")),
+        "by_depth": _average_rows([result["by_depth"] for result in results], ("seq_len", "depth")),
         "by_position": _average_rows([result["by_position"] for result in results], ("start", "end")),
         "layers": _average_rows([result["layers"] for result in results], ("layer", "kind")),
     }
+    if len(lm_eval) == len(results):
+        quality["lm_eval"] = {name: spread([found[name] for found in lm_eval]) for name in lm_eval[0]}
+    return quality
 
 
 def _length_row(rows: tuple[LengthRow, ...]) -> LengthSpread:
     losses, accuracies = [row["loss"] for row in rows], [row["accuracy"] for row in rows]
+    trailing = [row["trailing"] for row in rows if row["trailing"] is not None]
     return {
-        "seq_len": rows[0]["seq_len"],
+        "seq_len": rows[0]["seq_len"], "chance": rows[0]["chance"],
+        "trailing": statistics.fmean(trailing) if len(trailing) == len(rows) else None,
         "loss": statistics.fmean(losses), "loss_low": min(losses), "loss_high": max(losses),
         "accuracy": statistics.fmean(accuracies), "accuracy_low": min(accuracies), "accuracy_high": max(accuracies),
     }  # fmt: skip
@@ -207,46 +228,15 @@ def _curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
 
 
 def _average_rows(tables: list[list[Any]], keys: tuple[str, ...]) -> list[Any]:
-    """Means of rows that agree in ``keys``; None if a row has None."""
+    """Means of the rows that every table has, by ``keys``; None if a row has None."""
+    indexed = [{tuple(row[key] for key in keys): row for row in table} for table in tables]
     rows = []
-    for group in zip(*tables, strict=False):
-        row = {key: group[0][key] for key in keys}
-        for name in group[0]:
-            if name not in keys:
+    for found in indexed[0]:
+        if all(found in table for table in indexed):
+            group = [table[found] for table in indexed]
+            row = dict(zip(keys, found, strict=True))
+            for name in group[0].keys() - set(keys):
                 values = [item[name] for item in group]
                 row[name] = None if None in values else statistics.fmean(values)
-        rows.append(row)
-    return rows
-
-
-def _best(ranked: list[Trained]) -> list[Trained]:
-    """The best variant, and every variant that equals it within the errors."""
-    errors = [error_of(trained.quality["accuracy"], trained.quality["answers"]) for trained in ranked]
-    means = [trained.quality["accuracy"]["mean"] for trained in ranked]
-    return [trained for trained, mean, error in zip(ranked, means, errors, strict=True)
-            if is_equal(means[0], errors[0], mean, error)]  # fmt: skip
-
-
-def _beyond_window(report: Report, experiment: Experiment) -> list[BeyondWindow]:
-    """For each task with a gap: the best window-only variant and the best one with compressed entries."""
-    rows: list[BeyondWindow] = []
-    for task, settings in (experiment.train.tasks if experiment.train else {}).items():
-        ranked = sorted(with_task(report, task), key=lambda trained: -trained.quality["accuracy"]["mean"])
-        window_only = _best([trained for trained in ranked if not trained.variant["long_range"]])
-        best = _best([trained for trained in ranked if trained.variant["long_range"]])
-        if "gap" not in settings.options or not window_only or not best:
-            continue
-        near, far = window_only[0], best[0]
-        rows.append(
-            {
-                "task": task,
-                "gap": settings.options["gap"],
-                "window": near.variant["window"],
-                "reach": near.variant["window"] * len(near.variant["ratios"]),
-                "window_only": [trained.variant["name"] for trained in window_only],
-                "window_only_accuracy": near.quality["accuracy"],
-                "best": [trained.variant["name"] for trained in best],
-                "best_accuracy": far.quality["accuracy"],
-            }
-        )
+            rows.append({name: row[name] for name in group[0]})
     return rows

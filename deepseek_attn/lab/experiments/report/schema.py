@@ -8,6 +8,8 @@ from typing import NamedTuple, NotRequired, TypedDict
 from deepseek_attn.lab.experiments.define.results import (
     CheckpointResult,
     ContextSums,
+    DepthRow,
+    DistanceRow,
     LayerCost,
     LengthRow,
     PositionRow,
@@ -53,7 +55,7 @@ class CostSection(TypedDict):
 
 
 class LengthSpread(LengthRow):
-    """Means over the seeds at one sequence length, with the lowest and highest."""
+    """Means over the seeds at one sequence length, with the lowest and highest. ``chance``: of guessing; None: text."""
 
     loss_low: float
     loss_high: float
@@ -64,29 +66,44 @@ class LengthSpread(LengthRow):
 class TaskQuality(TypedDict):
     """A schedule trained on one task, over seeds; ``curve`` has [step, mean, low, high] of the training loss.
 
-    ``answers``: held-out tokens per seed that ``loss`` and ``accuracy`` are over. ``chance``: accuracy of guessing;
-    None for text.
+    ``kind``: the task; ``size``: of the models, None for the experiment's base. ``answers``: held-out tokens per seed
+    that ``loss`` and ``accuracy`` are over. ``chance``: accuracy of guessing; None for text. ``lm_eval``: by task and
+    metric of lm-evaluation-harness.
     """
 
+    kind: str
+    size: str | None
     answers: int
     chance: float | None
     seeds: list[int]
     parameters: int
     steps: list[int]
+    tokens: int
     loss: Spread
     accuracy: Spread
     curve: list[list[float]]
     by_length: list[LengthSpread]
+    by_distance: list[DistanceRow]
+    by_depth: list[DepthRow]
     by_position: list[PositionRow]
     layers: list[RecallRow]
+    lm_eval: NotRequired[dict[str, Spread]]
 
 
 class VariantReport(TypedDict):
-    """Everything known of one schedule, as far as it has been measured. ``number`` names it in plots."""
+    """Everything known of one schedule, as far as it has been measured. ``number`` names it in plots.
+
+    ``attention``, ``selection``: see `ModelVariant`. ``twin``: of a control, the variant that learns its selection;
+    ``parent``: of a variant with one changed layer, the variant that it changes.
+    """
 
     number: int
     name: str
     schedule: str
+    attention: str
+    selection: str
+    twin: str | None
+    parent: str | None
     ratios: list[int]
     window: int
     long_range: bool
@@ -130,22 +147,23 @@ class CostModel(Shape):
     repeats: int
 
 
-class BeyondWindow(TypedDict):
-    """One task whose answers lie at least ``gap`` tokens back: the best schedules without and with compressed entries.
+class PairedDifference(TypedDict):
+    """``one`` less ``other`` in a quality, over the seeds that both have; see `report.comparisons`.
 
-    Schedules that are equal to the best within their errors (`is_equal`) are named with it; accuracies are the highest.
-
-    ``reach``: how far the former's layers pass information on, window x layers.
+    ``low``, ``high``: 95 % interval of the mean, and ``p`` its value corrected within the ``family`` (Holm); None for a
+    single seed. ``exceeds``: the difference is more than noise, p below 0.05.
     """
 
-    task: str
-    gap: int
-    window: int
-    reach: int
-    window_only: list[str]
-    window_only_accuracy: Spread
-    best: list[str]
-    best_accuracy: Spread
+    quality: str
+    family: str
+    one: str
+    other: str
+    seeds: list[int]
+    mean: float
+    low: float | None
+    high: float | None
+    p: float | None
+    exceeds: bool
 
 
 class Difference(TypedDict):
@@ -182,6 +200,8 @@ class Report(TypedDict):
     made_by: str
     name: str
     title: str
+    question: str | None
+    command: str
     device: str
     seeds: list[int]
     base: Shape
@@ -190,7 +210,8 @@ class Report(TypedDict):
     variants: list[VariantReport]
     own: CheckpointResult | None
     fronts: list[Front]
-    beyond_window: list[BeyondWindow]
+    comparisons: list[PairedDifference]
+    limits: list[str]
     against: NotRequired[Comparison]
 
 

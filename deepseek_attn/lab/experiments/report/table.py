@@ -17,7 +17,12 @@ from deepseek_attn.lab.experiments.report.pareto import (
 )
 from deepseek_attn.lab.experiments.report.schema import Report, VariantReport
 
-COST_NAMES = {"bytes_per_token": "KV bytes per token", "decode_ms": "decode ms", "prefill_ms": "prefill ms"}
+COST_NAMES = {
+    "bytes_per_token": "KV bytes per token",
+    "read_bytes": "bytes read by a query",
+    "decode_ms": "decode ms",
+    "prefill_ms": "prefill ms",
+}
 
 
 def show_length(tokens: int | None) -> str:
@@ -113,8 +118,24 @@ def show_table(report: Report) -> str:
         shown.append("  ".join(aligned).rstrip())
     units = report["units"]
     note = f"{units['done']} of {units['total']} pieces of work done"
-    notes = [f"* on the Pareto front of a quality against bytes; {note}", timing_note(report)]
+    notes = [
+        *show_comparisons(report),
+        f"* on the Pareto front of a quality against bytes; {note}",
+        timing_note(report),
+    ]
     return "\n".join([*shown, "", *filter(None, notes)])
+
+
+def show_comparisons(report: Report) -> list[str]:
+    """How many paired differences of each family exceed the noise."""
+    counts: dict[tuple[str, str], list[bool]] = {}
+    for row in report["comparisons"]:
+        if row["p"] is not None:
+            counts.setdefault((row["quality"], row["family"]), []).append(row["exceeds"])
+    return [
+        f"{quality}, {family}: {sum(found)} of {len(found)} differences exceed the noise"
+        for (quality, family), found in counts.items()
+    ]
 
 
 def make_csv(report: Report, mark: str) -> str:

@@ -8,9 +8,9 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,12 +18,13 @@ from threading import RLock, Thread
 
 from tqdm.auto import tqdm
 
-from deepseek_attn.lab.experiments.define.units import ReportProgress, Unit
+from deepseek_attn.lab.experiments.define.units import Group, ReportProgress, Unit
 from deepseek_attn.utils.clock import seconds_since
 
 PROGRESS_S = 0.5  # between two messages about a unit's progress
 
-Task = Callable[[Unit, ReportProgress], object]
+Work = Unit | Group
+Task = Callable[[Work, ReportProgress], object]
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,14 @@ class Running:
 
 @dataclass(frozen=True)
 class Finished:
-    """A worker's message: its unit ended after ``seconds``; ``error`` says why it failed."""
+    """A worker's message: its unit ended after ``seconds``; ``error`` says why it failed.
+
+    ``reasons``: of a group, why each of the units that failed did, by name.
+    """
 
     seconds: float
     error: str | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 class WorkerPool:
@@ -51,6 +56,7 @@ class WorkerPool:
         running: called with a unit and its progress.
         finished: called with a unit and how it ended: done, failed with an error, or lost with its process.
         limit_s: a unit that takes longer has failed, and its process is killed; None waits for ever.
+        until: time of the monotonic clock after which no unit begins; None: all of them do.
     """
 
     def __init__(
@@ -58,16 +64,20 @@ class WorkerPool:
         task: Task,
         logs: Path,
         jobs: int,
-        running: Callable[[Unit, Running], None],
-        finished: Callable[[Unit, Finished], None],
+        running: Callable[[Work, Running], None],
+        finished: Callable[[Work, Finished], None],
         limit_s: float | None = None,
+        until: float | None = None,
     ):
-        self.task, self.logs, self.jobs, self.limit_s = task, logs, jobs, limit_s
+        self.task, self.logs, self.jobs, self.limit_s, self.until = task, logs, jobs, limit_s, until
         self.running, self.finished = running, finished
         self.workers: list[Worker] = []
 
-    def run(self, units: list[Unit]) -> None:
+    def run(self, units: Sequence[Work]) -> list[Work]:
         """Returns when every unit is done or has failed; ends the processes whatever happens.
+
+        Returns:
+            The units that have not begun because of ``until``.
 
         Raises:
             RuntimeError: a process ended before it could do anything.
@@ -84,12 +94,13 @@ class WorkerPool:
         finally:
             while self.workers:
                 self.workers.pop().stop()
+        return [*queue]
 
-    def _assign(self, queue: deque[Unit]) -> bool:
+    def _assign(self, queue: deque[Work]) -> bool:
         """Gives out as many units as may run now, starting processes as needed; False once nothing is left."""
         while True:
             busy = [worker.unit for worker in self.workers if worker.unit is not None]
-            if not queue:
+            if not queue or (self.until is not None and time.monotonic() >= self.until):
                 return bool(busy)
             limit = 1 if any(unit.alone for unit in (queue[0], *busy)) else self.jobs
             if len(busy) >= limit:
@@ -147,7 +158,7 @@ class Worker:
     def __init__(self, task: Task, log: Path):
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.started = log, False
-        self.unit: Unit | None = None
+        self.unit: Work | None = None
         self.began: float | None = None
         context = get_context("spawn")  # a forked process could not use CUDA
         self.connection, theirs = context.Pipe()
@@ -161,7 +172,7 @@ class Worker:
         """How long the unit has been running."""
         return 0.0 if self.began is None else seconds_since(self.began)
 
-    def give(self, unit: Unit) -> None:
+    def give(self, unit: Work) -> None:
         self.unit = unit
         self._send(unit)
 
@@ -203,7 +214,7 @@ def _end_with_pool() -> None:
     os._exit(1)
 
 
-def _do(task: Task, unit: Unit, connection: Connection) -> None:
+def _do(task: Task, unit: Work, connection: Connection) -> None:
     start = last = time.perf_counter()
 
     def report(part: float) -> None:
@@ -212,11 +223,11 @@ def _do(task: Task, unit: Unit, connection: Connection) -> None:
             last = time.perf_counter()
             connection.send(Running(part, last - start))
 
-    error = None
+    error, reasons = None, {}
     connection.send(Running(0.0, 0.0))
     try:
         task(unit, report)
     except Exception as problem:
         traceback.print_exc()
-        error = f"{type(problem).__name__}: {problem}"
-    connection.send(Finished(seconds_since(start), error))
+        error, reasons = f"{type(problem).__name__}: {problem}", getattr(problem, "reasons", {})
+    connection.send(Finished(seconds_since(start), error, reasons))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from tqdm.auto import tqdm
 
-from deepseek_attn.lab.experiments.define.units import Unit
+from deepseek_attn.lab.experiments.define.units import Group, Unit
 from deepseek_attn.lab.experiments.run.pool import Running
 from deepseek_attn.utils.terminal import visible
 
@@ -20,9 +20,9 @@ class Progress:
         jobs: units that run at a time, except units that run alone.
     """
 
-    def __init__(self, units: Iterable[Unit], jobs: int = 1):
+    def __init__(self, units: Iterable[Unit | Group], jobs: int = 1):
         self.left, self.jobs = list(units), jobs
-        self._running: dict[Unit, Running] = {}
+        self._running: dict[Unit | Group, Running] = {}
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self.bar = tqdm(
             total=len(self.left),
@@ -32,12 +32,12 @@ class Progress:
             bar_format="{bar:20} {n_fmt}/{total_fmt} {desc}",
         )
 
-    def running(self, unit: Unit, state: Running) -> None:
+    def running(self, unit: Unit | Group, state: Running) -> None:
         self._running[unit] = state
         parts = [f"{unit.name} {state.part:.0%}" for unit, state in self._running.items()]
         self.bar.set_description_str(visible(", ".join(parts) + self.note()))
 
-    def finished(self, unit: Unit, seconds: float) -> None:
+    def finished(self, unit: Unit | Group, seconds: float) -> None:
         self.left.remove(unit)
         self._running.pop(unit, None)
         self._seconds[unit.kind].append(seconds)

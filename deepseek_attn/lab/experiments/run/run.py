@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepseek_attn.checkpoint.write import check_new_directory
 from deepseek_attn.config.options import pick_device
 from deepseek_attn.lab.experiments.define.config import Experiment
-from deepseek_attn.lab.experiments.define.units import Unit, make_units
+from deepseek_attn.lab.experiments.define.units import Group, Unit, grouped, make_units
 from deepseek_attn.lab.experiments.run.pool import Finished, WorkerPool
 from deepseek_attn.lab.experiments.run.progress import Progress
 from deepseek_attn.lab.experiments.run.records import check_folder, make_folder, read_owner, read_record
 from deepseek_attn.lab.experiments.run.work import UnitWork
 
+MINUTE = 60.0  # seconds
 logger = logging.getLogger(__name__)
 
 
@@ -28,20 +30,24 @@ class UnitFailure:
 
 @dataclass
 class Outcome:
-    """Outcome of a run: units already done before, done now, and failed."""
+    """Outcome of a run: units already done before, done now, failed, and left when the time was over."""
 
     skipped: list[Unit] = field(default_factory=list)
     done: list[Unit] = field(default_factory=list)
     failed: list[UnitFailure] = field(default_factory=list)
+    paused: list[Unit] = field(default_factory=list)
 
 
-def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume: bool) -> Outcome:
+def run_experiment(
+    experiment: Experiment, folder: Path, device: str, *, resume: bool, minutes: float | None = None
+) -> Outcome:
     """Does every unit that has no record yet, and logs a line for each.
 
     Args:
         folder: of the results; made if absent.
         device: of every worker process; it must be on this machine where there is something left to do.
         resume: continue from existing records; else the folder must be empty.
+        minutes: after so long nothing is begun, and trainings keep their state and end; None: no limit.
 
     Raises:
         ValueError: ``folder`` is not empty and ``resume`` is off, or it cannot be made; no such device.
@@ -63,21 +69,32 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
     logger.info(
         f"{experiment.name}: {count + skipped} pieces of work, {skipped} done before, {count} to do on {device}"
     )
-    jobs = min(experiment.jobs, max(1, sum(not unit.alone for unit in left)))
-    progress = Progress(left, jobs)
+    work = grouped(left, device)
+    jobs = min(experiment.jobs, max(1, sum(not item.alone for item in work)))
+    progress = Progress(work, jobs)
+    until = None if minutes is None else time.monotonic() + MINUTE * minutes
 
-    def finished(unit: Unit, end: Finished) -> None:
-        progress.finished(unit, end.seconds)
-        if end.error is None:
-            outcome.done.append(unit)
-        else:
-            outcome.failed.append(UnitFailure(unit, end.error))
-        state = f"{end.seconds:.1f} s" if end.error is None else f"FAILED: {end.error}"
-        logger.info(f"[{count - len(progress.left)}/{count}] {unit.name} ({state}){progress.note()}")
+    def finished(item: Unit | Group, end: Finished) -> None:
+        progress.finished(item, end.seconds)
+        for unit in item.units if isinstance(item, Group) else (item,):
+            if read_record(folder, unit) is not None:
+                outcome.done.append(unit)
+                state = f"{end.seconds:.1f} s"
+            elif end.error is None:
+                outcome.paused.append(unit)
+                state = "stopped, its state is kept"
+            else:
+                reason = end.reasons.get(unit.name, end.error)
+                outcome.failed.append(UnitFailure(unit, reason))
+                state = f"FAILED: {reason}"
+            over = len(outcome.done) + len(outcome.failed) + len(outcome.paused)
+            logger.info(f"[{over}/{count}] {unit.name} ({state}){progress.note()}")
 
     if left and read_owner(folder) is None:
         make_folder(folder, experiment.name)
     with progress.bar:
-        work = UnitWork(folder, device, jobs)
-        WorkerPool(work, folder / "logs", jobs, progress.running, finished, experiment.limit_s).run(left)
+        task = UnitWork(folder, device, jobs, until)
+        pool = WorkerPool(task, folder / "logs", jobs, progress.running, finished, experiment.limit_s, until)
+        for item in pool.run(work):
+            outcome.paused += item.units if isinstance(item, Group) else (item,)
     return outcome

@@ -1,10 +1,12 @@
-"""The task of a worker process: measures a unit and writes its record."""
+"""The task of a worker process: measures a unit, or a group of trainings, and writes its records."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Generator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from deepseek_attn.config.options import pick_dtype
 from deepseek_attn.lab.experiments.define.units import (
     CheckpointJob,
     CostJob,
+    Group,
     LayerTimeJob,
     ModelTimeJob,
     ReferenceJob,
@@ -27,9 +30,16 @@ from deepseek_attn.lab.experiments.define.units import (
 from deepseek_attn.lab.experiments.measure.checkpoint import measure_own, measure_variant
 from deepseek_attn.lab.experiments.measure.costs import count_costs
 from deepseek_attn.lab.experiments.measure.timing import time_layer_kind, time_model
-from deepseek_attn.lab.experiments.measure.trained import train_variant, write_tokens
+from deepseek_attn.lab.experiments.measure.trained import SharedBatches, measure_trained, open_task, write_tokens
 from deepseek_attn.lab.experiments.run.records import write_record
+from deepseek_attn.lab.training import TrainResult
+from deepseek_attn.lab.training.loop import WORKSPACES, Paused, deterministic_ops, train_stepwise
+from deepseek_attn.lab.training.state import MADE_BY, TrainingState
+from deepseek_attn.lab.training.task import Task
 from deepseek_attn.utils.clock import seconds_since
+from deepseek_attn.utils.files import check_replaceable
+
+STATE = ".training-state"
 
 
 @dataclass(frozen=True)
@@ -38,20 +48,26 @@ class UnitWork:
 
     Attributes:
         folder: of the results; device: of every process; jobs: how many share the CPUs.
+        until: time of the monotonic clock at which trainings keep their state and end; None: they run to their end.
     """
 
     folder: Path
     device: str
     jobs: int
+    until: float | None = None
 
-    def __call__(self, unit: Unit, report: ReportProgress) -> None:
-        """Measures ``unit`` and writes its record.
+    def __call__(self, unit: Unit | Group, report: ReportProgress) -> None:
+        """Measures ``unit`` and writes its records.
 
         Raises:
-            ValueError: the unit cannot be measured, and why.
+            ValueError: the unit cannot be measured, and why; other trainings of its group have their records.
         """
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES)  # read with the first product of the process
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // (1 if unit.alone else self.jobs)))
+        if isinstance(unit, Group):
+            self.train(unit, report)
+            return
         start = time.perf_counter()
         result = self.measure(unit, report)
         write_record(self.folder, unit, result, seconds_since(start))
@@ -62,7 +78,7 @@ class UnitWork:
         match unit.job:
             case CostJob(variant, settings):
                 config, numerics = variant.config(settings.model), variant.numerics_from(settings.numerics)
-                return count_costs(config, numerics, pick_dtype(None, device), settings.contexts)
+                return count_costs(config, numerics, pick_dtype(None, device), settings.contexts, variant.dense)
             case LayerTimeJob(variant, settings, layer):
                 config, numerics = variant.config(settings.model), variant.numerics_from(settings.numerics)
                 return time_layer_kind(config, numerics, layer, settings, device, report)
@@ -73,8 +89,97 @@ class UnitWork:
                 return measure_own(settings, device, records / "checkpoint")
             case CheckpointJob(variant, settings):
                 return measure_variant(variant, settings, device, records / "checkpoint")
-            case TokensJob(settings, vocab_size):
-                return write_tokens(settings, vocab_size, records / "text")
-            case TrainJob(variant, settings, base, task, seed):
-                config = variant.config(base)
-                return train_variant(config, settings, task, seed, device, records / "text", report)
+            case TokensJob() as job:
+                return write_tokens(job, records / "text")
+        raise TypeError(f"{unit.name} is done in a group")
+
+    def train(self, group: Group, report: ReportProgress) -> None:
+        """Trains the models of a group in turn, step by step, and measures each when it is trained.
+
+        On a GPU each has a stream of its own, on which its steps are one graph: the GPU runs several at a time, which a
+        model of a million parameters cannot fill.
+        """
+        device, text = torch.device(self.device), self.folder / "records" / "text"
+        failures: dict[str, str] = {}
+        with deterministic_ops(group.deterministic, device):
+            shared: dict[str, Task] = {}
+            lanes: list[Lane] = []
+            for unit in group.units:
+                assert isinstance(unit.job, TrainJob)
+                try:
+                    task = shared.setdefault(unit.job.task, SharedBatches(open_task(unit.job, text)))
+                    lanes.append(Lane(unit, unit.job, task, self))
+                except ValueError as error:
+                    failures[unit.name] = f"ValueError: {error}"
+            while lanes:
+                for lane in [*lanes]:
+                    try:
+                        if lane.advance():
+                            lanes.remove(lane)
+                    except Paused:
+                        lanes.remove(lane)
+                    except Exception as error:
+                        traceback.print_exc()
+                        lanes.remove(lane)
+                        failures[lane.unit.name] = f"{type(error).__name__}: {error}"
+                report(max((lane.part for lane in lanes), default=1.0))
+        if failures:
+            raise GroupFailure(failures)
+
+
+class GroupFailure(Exception):
+    """Some trainings of a group failed; ``reasons`` by their names."""
+
+    def __init__(self, reasons: dict[str, str]):
+        super().__init__("; ".join(reasons.values()))
+        self.reasons = reasons
+
+
+class Lane:
+    """One training of a group: its steps, its stream and, at its end, its measurements.
+
+    Attributes:
+        part: of the training that is done.
+    """
+
+    def __init__(self, unit: Unit, job: TrainJob, task: Task, work: UnitWork):
+        self.unit, self.job, self.task, self.folder = unit, job, task, work.folder
+        self.started, self.part, setup = time.perf_counter(), 0.0, job.setup
+        device = torch.device(work.device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.state = open_state(work.folder / "states" / f"{unit.path}{STATE}", unit)
+        self.steps: Generator[None, None, TrainResult] = train_stepwise(
+            job.variant.config(job.base), task, steps=setup.steps, batch=setup.batch, seq_len=setup.seq_len,
+            seed=job.seed, device=device, lr=setup.lr, weight_decay=setup.weight_decay, test_batches=0,
+            selection=job.variant.selection, curriculum=setup.curriculum, state=self.state, progress=self.note,
+            stop=None if work.until is None else lambda: time.monotonic() >= (work.until or 0.0),
+        )  # fmt: skip
+
+    def note(self, step: int, loss: float) -> None:
+        self.part = 0.9 * step / self.job.setup.steps
+
+    def advance(self) -> bool:
+        """Makes a step; after the last one, measures the model, writes its record and returns True."""
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            try:
+                next(self.steps)
+                return False
+            except StopIteration as end:
+                result = measure_trained(end.value, self.job, self.task)
+        write_record(self.folder, self.unit, result, seconds_since(self.started))
+        self.state.remove()
+        return True
+
+
+def open_state(path: Path, unit: Unit) -> TrainingState:
+    """The state of an interrupted training of ``unit``; one of other inputs is removed.
+
+    Raises:
+        ValueError: the file is of another writer.
+    """
+    check_replaceable(path, MADE_BY)
+    try:
+        return TrainingState(path, {"unit": unit.fingerprint}, resume=True)
+    except ValueError:
+        path.unlink()
+        return TrainingState(path, {"unit": unit.fingerprint})

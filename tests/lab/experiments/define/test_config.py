@@ -27,10 +27,93 @@ def test_shipped_experiments_are_valid(name):
 
 
 def test_the_study_has_what_it_promises():
+    """The published schedule and five others under every selection, five seeds, three sizes of models."""
     study = load_experiment("study")
-    schedules = {(v.schedule, str(v.overlap), str(v.indexer)) for v in study.variants}
-    assert len(schedules) >= 12
-    assert len(study.seeds) >= 3
+    controls = {}
+    for variant in study.variants:
+        if variant.layers is None and not variant.dense:
+            key = (variant.schedule, str(variant.overlap), str(variant.indexer), variant.index_topk)
+            controls.setdefault(key, set()).add(variant.selection)
+    full = [key for key, found in controls.items() if found == {"learned", "oracle", "random"}]
+    assert len(full) >= 6
+    assert ("0,(4,128)*", "None", "None", None) in full
+    assert len(study.seeds) >= 5
+    assert {task.size for task in study.train.tasks.values()} >= {None, "10m", "50m"}
+    assert any(variant.dense for variant in study.variants)
+    assert any(variant.layers for variant in study.variants)
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ({"attention": "dense", "schedule": "0,4*"}, "dense reads every token, so that schedule cannot be given"),
+        ({"attention": "sparse", "schedule": "0*"}, "attention is 'sparse': expected compressed, dense"),
+        ({"schedule": "0,4*", "selection": "best"}, "selection is 'best': expected learned, oracle, random"),
+        ({"schedule": "0,4*", "selection": "random", "indexer": False}, "no layer selects entries"),
+        ({"schedule": "0,4*", "layers": {"1": {"topk": 2}}}, "expected changes by layer"),
+        ({"schedule": "0,4*", "layers": {"9": {"ratio": 2}}}, "layers names 9: the model has layers 0 to 5"),
+        ({"schedule": "0,2*", "v41": {"depth": 2}}, "entries, selection, candidates, engram"),
+        ({"schedule": "0,2*", "v41": {}, "indexer": True}, "so that indexer cannot be given"),
+        ({"schedule": "0,4*", "v41": {}}, "(?s)does not fit base: .*compress_ratios"),
+        ({"schedule": "0,2*", "v41": {"entries": 0}}, r"v41.entries is 0: expected a number of layers"),
+    ],
+)
+def test_controls_that_make_no_sense_are_refused(tmp_path, variant, message):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, variants=[variant])
+
+
+def test_single_layers_are_changed(tmp_path):
+    experiment = read(
+        tmp_path,
+        variants=[{"name": "own", "schedule": "0,(4,128)*"}],
+        ablate={"of": "own", "indexer": True, "ratios": [0]},
+    )
+    names = [variant.name for variant in experiment.variants]
+    assert names == ["own"] + [
+        f"own; layer {layer} {what}"
+        for layer in range(1, 6)
+        for what in (["no indexer"] if layer % 2 else []) + ["ratio 0"]
+    ]
+    own, changed = (experiment.variant(name).config(experiment.base).layers for name in (names[0], names[1]))
+    assert [spec.has_indexer for spec in own] == [False, True, False, True, False, True]
+    assert [spec.has_indexer for spec in changed] == [False, False, False, True, False, True]
+    dropped = experiment.variant("own; layer 2 ratio 0").config(experiment.base).layers
+    assert [spec.ratio for spec in dropped] == [0, 4, 0, 4, 128, 4]
+    cost_names = {unit.name for unit in make_units(experiment, "cpu") if unit.kind == "cost"}
+    assert len(cost_names) == len(names), "the model whose costs are counted has as many layers"
+    with pytest.raises(ValueError, match=r"ablate\.of is 'other'"):
+        read(tmp_path, ablate={"of": "other"})
+
+
+def test_tasks_choose_sizes_seeds_and_variants(tmp_path):
+    train = {"tasks": {"recall": {}, "large": {"task": "recall", "size": "10m", "seeds": [1], "variants": ["0*"]}}}
+    experiment = read(tmp_path, base="1m", variants=[*VARIANTS, {"attention": "dense"}], seeds=[0, 1],
+                      cost=None, train=train | SIZES)  # fmt: skip
+    units = [unit for unit in make_units(experiment, "cpu") if unit.kind == "train"]
+    assert [unit.path for unit in units] == [
+        "variants/0/recall-seed0", "variants/dense/recall-seed0", "variants/0/recall-seed1",
+        "variants/dense/recall-seed1", "variants/0/large-seed1",
+    ]  # fmt: skip
+    assert units[-1].inputs["base"]["hidden_size"] == 320
+    for change, message in (
+        ({"size": "2m"}, "size is '2m': supported is '1m' or '10m' or '50m'"),
+        ({"seeds": [7]}, "names 7: seeds are"),
+        ({"variants": ["4*"]}, "names 4\\*: there are"),
+        ({"task": "sums"}, "is one of text, recall"),
+        ({"seq_len": 1000}, "8000 tokens .8 times seq_len. exceed the model's 4096"),
+        ({"curriculum": 2}, "curriculum is 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path, base="1m", seeds=[0, 1], train=SIZES | {"tasks": {"large": {"task": "recall"} | change}})
+
+
+def test_lm_eval_needs_the_package_and_a_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("deepseek_attn.lab.experiments.define.config.find_spec", lambda name: None)
+    train = SIZES | {"tasks": {"recall": {}}}
+    with pytest.raises(ValueError, match=r"no task `text`") as caught:
+        read(tmp_path, train=train, quality={"lm_eval": ["lambada_openai"]})
+    assert "pip install 'deepseek-attn[lm-eval]'" in str(caught.value)
 
 
 def test_a_grid_is_a_product_after_the_listed_variants(tmp_path):

@@ -13,9 +13,9 @@ RESULTS = {
     "tokens": {"tokens": 3, "vocab_size": 8},
     "train": {
         "metrics": {"loss": 1.0, "accuracy": 0.5},
-        "by_length": [{"seq_len": 8, "loss": 1.0, "accuracy": 0.5}],
-        **dict.fromkeys(("steps", "parameters", "train_seconds", "tokens_per_second"), 1),
-        **{name: [] for name in ("losses", "by_position", "layers")},
+        "by_length": [{"seq_len": 8, "loss": 1.0, "accuracy": 0.5, "trailing": None, "chance": None}],
+        **dict.fromkeys(("steps", "parameters", "answers", "train_seconds", "tokens_per_second"), 1),
+        **{name: [] for name in ("losses", "by_distance", "by_depth", "by_position", "layers")},
     },
 }
 
@@ -32,7 +32,8 @@ def experiment(folder, **checkpoint):
 def read(folder, **checkpoint):
     raw = {
         "base": "tiny", "variants": [{"schedule": "0*"}],
-        "train": {"tasks": {"text": {"steps": 1}}, "batch": 1, "seq_len": 8, "text": str(folder / "mine.txt")},
+        "train": {"tasks": {"text": {"steps": 1}}, "batch": 1, "seq_len": 8, "lengths": [1],
+                  "text": str(folder / "mine.txt")},
         "checkpoint": {"model": str(folder / "model"), "text": str(folder / "mine.txt"), **checkpoint},
     }  # fmt: skip
     return read_experiment(raw, "mine", folder)
@@ -59,7 +60,7 @@ def test_records_hold_no_path_and_count_in_another_place(moved, tmp_path):
         assert str(tmp_path) not in path.read_text()
     assert len(units) == 4
     assert done(read(folder), results, "cuda") == units
-    assert done(read(folder), results, "cpu") == {"text/tokens"}
+    assert done(read(folder), results, "cpu") == {"text/text"}
     assert recorded_device(results) == "cuda"
     assert recorded_device(tmp_path) is None
 

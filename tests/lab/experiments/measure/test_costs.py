@@ -57,3 +57,35 @@ def test_flops_are_those_of_the_weights_and_the_keys(ratio, context, index_topk)
     assert found["flops"] == found["projection_flops"] + found["attention_flops"] + found["index_flops"]
     record = 4 * config.head_dim * keys + (4 * config.index_head_dim * visible if chooses else 0)
     assert found["read_bytes"] == record
+
+
+def test_dense_attention_holds_and_reads_every_token():
+    config = ModelVariant("v", attention="dense").config(ModelConfig.from_preset("tiny"))
+    costs = count_costs(config, get_numerics("exact"), torch.float32, (64, 1 << 20), dense=True)
+    row = 4 * config.head_dim
+    assert costs["per_token"] == row * config.num_hidden_layers
+    for at in costs["contexts"]:
+        assert at["sequence_bytes"] == at["read_bytes"] == row * config.num_hidden_layers * at["context"]
+        assert at["by_layer"][0]["attention_flops"] == 4 * config.num_attention_heads * config.head_dim * at["context"]
+
+
+def test_layers_that_share_entries_and_selections_are_counted_once():
+    """Of ratios 0 2 2 2 1 1: layers 1 and 4 make entries, 1, 3 and 4 select, the second of ratio 1 only reads."""
+    v41 = {"selection": 2, "candidates": [4, 4]}
+    config = ModelVariant("v", "0,2x3,1*", v41=v41, index_topk=4).config(ModelConfig.from_preset("tiny"))
+    costs = count_costs(config, get_numerics("exact"), torch.float32, (640,))
+    rows = costs["contexts"][0]["by_layer"]
+    made = [layer["per_token"] - layer["index_per_token"] for layer in costs["layers"]]
+    entry, key = 4 * config.head_dim, 4 * config.index_head_dim
+    assert made == [0, entry / 2, 0, 0, entry, 0]
+    window = config.sliding_window
+    assert [row["keys"] for row in rows] == [window] + [window + 4] * 5
+    scored = [0, 320, 0, 320, 640, 0]
+    assert [row["read_bytes"] for row in rows] == [
+        entry * (window + 4 * (layer > 0)) + key * entries for layer, entries in enumerate(scored)
+    ]
+    limited = ModelVariant("v", "0,2x3,1*", v41=v41 | {"selection": 1}, index_topk=4).config(
+        ModelConfig.from_preset("tiny")
+    )
+    later = count_costs(limited, get_numerics("exact"), torch.float32, (640,))["contexts"][0]["by_layer"][5]
+    assert later["read_bytes"] == entry * (window + 4) + key * 16, "a later selection reads its candidates alone"

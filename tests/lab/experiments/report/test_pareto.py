@@ -5,8 +5,7 @@ import random
 import pytest
 
 from deepseek_attn.lab.experiments.report.pareto import error_of, front, is_equal
-from deepseek_attn.lab.experiments.report.report import _average_rows, _best, _curve, _length_row, spread
-from deepseek_attn.lab.experiments.report.schema import Trained
+from deepseek_attn.lab.experiments.report.report import _average_rows, _curve, _length_row, spread
 
 
 @pytest.mark.parametrize("higher", [False, True])
@@ -44,6 +43,8 @@ def test_curves_are_joined_where_all_have_a_point():
 def test_rows_are_averaged_by_key():
     tables = [[{"layer": 0, "a": 1.0, "b": None}], [{"layer": 0, "a": 3.0, "b": 2.0}]]
     assert _average_rows(tables, ("layer",)) == [{"layer": 0, "a": 2.0, "b": None}]
+    tables[1].insert(0, {"layer": 1, "a": 9.0, "b": 9.0})  # not in both
+    assert _average_rows(tables, ("layer",)) == [{"layer": 0, "a": 2.0, "b": None}]
 
 
 def test_errors_are_those_of_seeds_or_of_so_many_answers():
@@ -64,18 +65,13 @@ def test_a_dearer_point_must_be_better_by_more_than_errors_explain():
     assert set(front(losses, False, errors)) == {"cheap", "better", "twin"}
 
 
-def test_nobody_is_best_among_equals():
-    def trained(name, *values):
-        return Trained({"name": name}, {"accuracy": spread(list(values)), "answers": 512})
-
-    ranked = [trained("a", 0.60, 0.62), trained("b", 0.60, 0.61), trained("c", 0.30, 0.31)]
-    assert [found.variant["name"] for found in _best(ranked)] == ["a", "b"]
-    assert _best([]) == []
-
-
 def test_lengths_have_the_range_over_the_seeds():
-    rows = ({"seq_len": 8, "loss": 1.0, "accuracy": 0.5}, {"seq_len": 8, "loss": 3.0, "accuracy": 0.25})
+    rest = {"seq_len": 8, "chance": 0.25}
+    rows = (
+        {"loss": 1.0, "accuracy": 0.5, "trailing": 1.0, **rest},
+        {"loss": 3.0, "accuracy": 0.25, "trailing": 2.0, **rest},
+    )
     assert _length_row(rows) == {
-        "seq_len": 8, "loss": 2.0, "loss_low": 1.0, "loss_high": 3.0,
+        "seq_len": 8, "chance": 0.25, "trailing": 1.5, "loss": 2.0, "loss_low": 1.0, "loss_high": 3.0,
         "accuracy": 0.375, "accuracy_low": 0.25, "accuracy_high": 0.5,
     }  # fmt: skip
