@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deepseek_attn.lab.training.task import Task
 
 STATE = ".training-state"  # behind the name of the checkpoint directory
+SYNTHETIC = ("recall", "needle", "copy", "variables", "common_words", "frequent_words")
 FACTS_FILE = "training.json"  # beside the checkpoint: how it was made
 
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="checkpoint directory to write; must be absent or empty")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--text", nargs="+", metavar="FILE", help="UTF-8 text to train on (default: the sample text)")
-    what.add_argument("--task", choices=("recall", "needle", "copy"), help="train on a long-range task instead of text")
+    what.add_argument("--task", choices=SYNTHETIC, help="train on a synthetic task instead of text")
     parser.add_argument(
         "--gap", type=int, default=64, help="tokens between a task's facts and its question (default: 64)"
     )
