@@ -238,7 +238,7 @@ def _read_variant(reader: FieldReader, label: str, raw: Any) -> ModelVariant | N
 
 
 def _read_ablations(reader: FieldReader, variants: list[ModelVariant], base: ModelConfig | None) -> list[ModelVariant]:
-    """A variant for each layer of `ablate.of` that compresses: without its indexer, and at each of `ablate.ratios`."""
+    """Variants that change one layer of ``ablate.of`` that compresses: no indexer, or one of ``ablate.ratios``."""
     raw = reader.mapping("ablate")
     if raw is None or base is None:
         return []
