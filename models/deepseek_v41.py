@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
-from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.impls.metadata import StepMetadata, TrailingStep
 from deepseek_attn.kernels.hyper_connection import DelayedInput, SublayerOutput
 from deepseek_attn.kernels.hyper_connection.types import DelayedOutput
 from deepseek_attn.layers.engram import Engram
@@ -35,10 +35,20 @@ class DeepseekV41Block(Block):
             self.engram = Engram(config.memory, spec.index, *sizes, context.numerics, context.dtype, context.device)
 
     def forward(self, output: DelayedOutput, token_ids: torch.Tensor, step: StepMetadata) -> DelayedOutput:
-        """Output of the previous block, or the first streams -> output of this block."""
-        hc = self.attn_input(output)
-        hc = self.ffn_input(hc.output(self.attn(hc.x, step.positions, step)))
+        """Output of the previous block, or the first streams -> output of this block.
+
+        If the block is the first with fewer rows (`StepMetadata.trailing`), its output has these rows.
+        """
+        hc, trailing = self.attn_input(output), step.trailing
+        y = self.attn(hc.x, step.positions, step)
+        if trailing is not None and trailing.queries_only and trailing.layer == self.attn.spec.index:
+            hc, token_ids = DelayedInput(*map(trailing.take, hc)), trailing.take(token_ids)
+        hc = self.ffn_input(hc.output(y))
         return hc.output(self.ffn(hc.x, token_ids))
+
+    def write_entries(self, output: DelayedOutput, step: StepMetadata) -> None:
+        """Writes the keys and entries of the attention's input, and computes nothing else."""
+        self.attn.write(self.attn_input(output).x, step.positions, step)
 
     def attn_input(self, output: DelayedOutput) -> DelayedInput:
         """The attention's input, from the last block."""
@@ -74,15 +84,31 @@ class DeepseekV41(DraftsBlocks, Backbone):
         super().__init__(context, layers, mtp, DeepseekV41DraftStage)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata) -> torch.Tensor:
-        """``token_ids``, ``positions`` int64 ``[T]`` -> hidden states after the final norm, ``[T, hidden_size]``."""
+        """``token_ids``, ``positions`` int64 ``[T]`` -> hidden states after the final norm, ``[T, hidden_size]``.
+
+        Only of the rows that the last layer computes, where these are fewer (`StepMetadata.trailing`).
+        """
         output = self.first_streams(token_ids)
         targets, means = self.target_layers, []
         for index, layer in self.layers.items():
+            trailing = None if step.trailing is None or step.trailing.layer != int(index) else step.trailing
+            if trailing is not None and not trailing.queries_only:
+                if trailing.step is None:
+                    return self.embed.weight.new_empty(0, *self.state_shape)
+                output = DelayedOutput(taken(output.streams, trailing), trailing.take(output.pre))
+                token_ids, means = trailing.take(token_ids), [trailing.take(rows) for rows in means]
+                step, trailing = trailing.begin(step.results), None
             if layer.engram is not None or int(index) in targets:
                 streams = layer.add_memory(updated(output.streams), step)
                 means += [streams.mean(1)] if int(index) in targets else []
                 output = output._replace(streams=streams)
+            if trailing is not None and trailing.step is None:
+                layer.write_entries(output, step)
+                return self.embed.weight.new_empty(0, *self.state_shape)
             output = layer(output, token_ids, step)
+            if trailing is not None and trailing.step is not None:
+                token_ids, means = trailing.take(token_ids), [trailing.take(rows) for rows in means]
+                step = trailing.step
         x = self.collapse(output, self.norm)
         return torch.stack([x, *means], dim=1) if means else x
 
@@ -120,6 +146,13 @@ class DeepseekV41(DraftsBlocks, Backbone):
         for stage in self.stages:
             output = stage(output, token_ids, step)
         return self.collapse(output, self.stages[-1].norm)
+
+
+def taken(streams: torch.Tensor | SublayerOutput, trailing: TrailingStep) -> torch.Tensor | SublayerOutput:
+    """Rows of the streams, or of the sublayer's output that updates them."""
+    if isinstance(streams, SublayerOutput):
+        return SublayerOutput(*map(trailing.take, streams))
+    return trailing.take(streams)
 
 
 def updated(streams: torch.Tensor | SublayerOutput) -> torch.Tensor:

@@ -18,6 +18,7 @@ from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.model import MODEL_TYPES, MODELS, AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.trailing import TrailingPart, trailing_parts
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.impls import (
@@ -155,6 +156,10 @@ class Family(ABC):
         specs = tuple(spec for spec in layer_specs(model) if spec.is_mtp == mtp)
         return self.builder_class(specs, pools.layout, self.device, self.mixed)
 
+    def trailing_parts(self, model: Backbone, approximate: bool) -> tuple[TrailingPart, ...]:
+        """Layers that compute only the trailing rows of prompts; none: all layers compute all rows."""
+        return ()
+
     def graph_problem(self) -> str:
         """Why decode steps cannot be captured as CUDA graphs; empty where they can."""
         if self.impl is None:
@@ -222,6 +227,17 @@ class DeepseekV41Family(Family):
                 f"layers={layers}: they read entries or selections of layers {others}; take layers={needed}"
             )
         return super().build(needed, attention_only, max_positions)
+
+    def trailing_parts(self, model: Backbone, approximate: bool) -> tuple[TrailingPart, ...]:
+        """See `Family.trailing_parts`.
+
+        None with data-parallel attention, where the experts' rows follow the rank with the most, and for a model with a
+        `forward` of its own, which may compute all rows.
+        """
+        if self.parallel.dp_attention or type(model).forward is not deepseek_v41.DeepseekV41.forward:
+            return ()
+        specs = tuple(layer.spec for layer in attention_layers(model.layers))
+        return trailing_parts(specs, self.config.sliding_window, len(model.mtp) > 0, approximate)
 
     def graph_problem(self) -> str:
         """See `Family.graph_problem`."""

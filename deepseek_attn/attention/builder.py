@@ -27,6 +27,7 @@ from deepseek_attn.impls.metadata import (
     DeepseekSparseSWAMetadata,
     FlashMLASparseMetadata,
     StepMetadata,
+    without_columns,
 )
 from deepseek_attn.kernels.indices import EntryGroup, StepIndices, step_indices
 from deepseek_attn.kernels.insert import CompressBatch
@@ -44,6 +45,9 @@ class StepInput:
         block_tables: int32 ``[B, pages]`` by group of pages (`cache.layout`).
         token_valid: bool ``[T]`` or None for all valid; padding rows write nothing and see nothing.
         decode_threshold: requests of at most this many new tokens count as decodes: 1 + drafts.
+        num_decodes: number of decodes, where ``query_lens`` are a part of the new tokens; None: by the threshold.
+        window_starts: first token of each request whose key is in the window, int64 ``[B]``; None: as far as a query
+            sees.
     """
 
     query_lens: Tensor
@@ -51,6 +55,8 @@ class StepInput:
     block_tables: dict[str, Tensor]
     token_valid: Tensor | None = None
     decode_threshold: int = 1
+    num_decodes: int | None = None
+    window_starts: Tensor | None = None
 
 
 class MetadataBuilder:
@@ -66,8 +72,11 @@ class MetadataBuilder:
     ):
         self.layers, self.layout, self.device, self.mixed = layers, layout, torch.device(device), mixed
 
-    def build(self, batch: StepInput) -> StepMetadata:
+    def build(self, batch: StepInput, layers: LayerSpecs | None = None) -> StepMetadata:
         """Metadata of one step: tensors per request are uploaded, tensors per token are built on the device.
+
+        Args:
+            layers: the layers that will read it; None: all of the builder's.
 
         Raises:
             ValueError: a decode request after a prefill request; sequences longer than ``max_model_len``.
@@ -78,18 +87,26 @@ class MetadataBuilder:
                 f"a sequence of {longest} tokens exceeds max_model_len={self.layout.max_model_len}, for which caches "
                 "and rotary tables were made: raise max_model_len"
             )
-        step = self._rows(batch)
-        groups = entry_groups(self.layers, self.layout, step.block_tables, longest)
-        return add_pages(step, self.layers, self.layout, groups, index_tensors(step, self.layout, groups))
+        layers = self.layers if layers is None else layers
+        step = self._rows(batch, layers)
+        groups = entry_groups(layers, self.layout, step.block_tables, longest)
+        step = add_pages(step, layers, self.layout, groups, index_tensors(step, self.layout, groups))
+        if step.window_starts is not None and step.num_decode_tokens:
+            swa, missing = step.window, step.missing_keys(self.layout.window)[: step.num_decode_tokens]
+            swa.decode_swa_indices = without_columns(swa.decode_swa_indices.squeeze(1), 0, missing).unsqueeze(1)
+        return step
 
-    def _rows(self, batch: StepInput) -> StepMetadata:
+    def _rows(self, batch: StepInput, layers: LayerSpecs) -> StepMetadata:
         """The step's rows, lengths and block tables; `add_pages` adds the rest."""
         query_lens, seq_lens = batch.query_lens, batch.seq_lens
-        decodes = len(query_lens) if self.mixed else count_decodes(query_lens, batch.decode_threshold)
+        decodes = len(query_lens) if self.mixed else batch.num_decodes
+        if decodes is None:
+            decodes = count_decodes(query_lens, batch.decode_threshold)
         starts, prefix_lens = F.pad(query_lens.cumsum(0), (1, 0)), seq_lens - query_lens
         prefill_seq_lens = seq_lens[decodes:]
-        gather_lens = query_lens[decodes:] + prefix_lens[decodes:].clamp(max=max(self.layout.window - 1, 0))
-        ratios = sorted({spec.ratio for spec in self.layers if spec.ratio}) if len(prefill_seq_lens) else []
+        in_window = prefix_lens if batch.window_starts is None else prefix_lens - batch.window_starts
+        gather_lens = query_lens[decodes:] + in_window[decodes:].clamp(0, max(self.layout.window - 1, 0))
+        ratios = sorted({spec.ratio for spec in layers if spec.ratio}) if len(prefill_seq_lens) else []
         vectors = [starts, prefix_lens, seq_lens, prefill_seq_lens, gather_lens]
         vectors += [prefill_seq_lens // ratio for ratio in ratios]
         first_positions, sent = upload_vectors(prefix_lens - starts[:-1], vectors, self.device)
@@ -117,6 +134,7 @@ class MetadataBuilder:
             prefill_gather_lens_cpu=gather_lens,
             prefill_entry_lens=dict(zip(ratios, entry_lens, strict=True)),
             block_tables={group: self._to(table) for group, table in batch.block_tables.items()},
+            window_starts=None if batch.window_starts is None else self._to(batch.window_starts),
         )
 
     def _to(self, tensor: Tensor) -> Tensor:

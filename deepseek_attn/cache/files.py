@@ -2,8 +2,9 @@
 
 Tensors: ``token_ids`` int64 ``[n]``, and for each pool ``layers.N/kind`` with the pages that the sequence needs, in
 order: uint8 ``[pages, page_bytes]``, or float32 ``[pages, entries, width]`` for states. The header's metadata are
-strings: how many tokens are computed (``num_tokens``), how far `CacheManager.truncate` can go back (``low_water``), the
-fingerprint, and a digest of all of it. Which pages there are follows from the two numbers.
+strings: how many tokens are computed (``num_tokens``), how far `CacheManager.truncate` can go back (``low_water``),
+``exact_from`` of `SequenceCache` unless it is 0, the fingerprint, and a digest of all of it. Which pages there are
+follows from the first two numbers.
 
 A file is input: before a page is allocated, all its fields are compared with the fields that this model's caches would
 have. The digest shows damage. A malicious file can hold any values, just as any prompt can.
@@ -30,6 +31,7 @@ from deepseek_attn.utils.files import STORED_NAMES, write_tensors
 
 FORMAT = "deepseek-attn sequence 3"
 FIELDS = ("format", "num_tokens", "low_water", "digest")  # of the metadata, beside the fingerprint
+EXACT_FROM = "exact_from"  # a field that may be absent
 SAMPLES = 256  # bytes of each weight that go into the fingerprint: reading all of a large model would be minutes
 
 
@@ -56,6 +58,7 @@ class SavedSequence:
     token_ids: list[int]
     num_tokens: int
     low_water: int
+    exact_from: int
 
 
 def make_fingerprint(
@@ -65,13 +68,14 @@ def make_fingerprint(
     layout: CacheLayout,
     weights: Mapping[str, torch.Tensor],
     deterministic: bool = False,
+    approximate: bool = False,
 ) -> dict[str, str]:
     """Digests by their subject: ``model`` (config and samples of weights), ``numerics``, ``layout``.
 
     Args:
         weights: those of the model by name.
-        deterministic: bytes follow from the tokens alone. Other runners' bytes do not, so this counts as another
-            ``numerics``.
+        deterministic: bytes follow from the tokens alone; approximate: bytes of prompts are not exact. Either counts
+            as another ``numerics``.
     """
     samples = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
     for name, tensor in sorted(weights.items()):
@@ -84,7 +88,9 @@ def make_fingerprint(
     pools = [(p.layer, p.kind, p.group, p.entries, p.page_bytes, p.width, str(p.record)) for p in layout.pools]
     return {
         "model": samples.hexdigest(),
-        "numerics": _digest([asdict(numerics), str(dtype), *["deterministic"] * deterministic]),
+        "numerics": _digest(
+            [asdict(numerics), str(dtype), *["deterministic"] * deterministic, *["approximate prefill"] * approximate]
+        ),
         "layout": _digest([pools, layout.window, layout.max_rollback]),
     }
 
@@ -100,6 +106,7 @@ def save_cache(
         index = _page_index([cache.tables[group][page] for page in live[group]], pool)
         tensors[_name(pool)] = pool.tensor[index].cpu()
     metadata = {"format": FORMAT, "num_tokens": str(cache.num_tokens), "low_water": str(cache.low_water)} | fingerprint
+    metadata |= {EXACT_FROM: str(cache.exact_from)} if cache.exact_from else {}
     write_tensors(Path(path), tensors, metadata | {"digest": make_digest(metadata, sorted(tensors.items()))})
 
 
@@ -122,6 +129,7 @@ def load_cache(
             except ValueError as error:
                 raise ValueError(f"{str(path)!r} cannot be loaded: {error}") from None
             cache = manager.allocate_sequence(saved.num_tokens, saved.low_water)
+            cache.exact_from = saved.exact_from
             try:
                 for pool in manager.pools:
                     pages = [page for page in cache.tables[pool.spec.group] if page != NULL_PAGE]
@@ -153,7 +161,7 @@ def _check(file: safe_open, manager: CacheManager, fingerprint: dict[str, str], 
         raise ValueError(
             f"it is not a saved sequence: its format is {metadata.get('format')!r:.80}, expected {FORMAT!r}"
         )
-    _check_names("metadata", set(metadata), {*FIELDS, *fingerprint})
+    _check_names("metadata", set(metadata) - {EXACT_FROM}, {*FIELDS, *fingerprint})
     other = [subject for subject, digest in fingerprint.items() if metadata[subject] != digest]
     if other:
         raise ValueError(
@@ -172,6 +180,7 @@ def _check(file: safe_open, manager: CacheManager, fingerprint: dict[str, str], 
     num_tokens = _number(metadata, "num_tokens", 0, count)
     oldest = 0 if layout.keeps_all_tokens else num_tokens
     low_water = _number(metadata, "low_water", max(0, oldest - layout.max_rollback), oldest)
+    exact_from = _number(metadata, EXACT_FROM, 0, count) if EXACT_FROM in metadata else 0
     live = manager.live_pages(num_tokens, low_water)
     for pool in manager.pools:
         shape = [len(live[pool.spec.group]), *pool.tensor.shape[1:]]
@@ -186,7 +195,7 @@ def _check(file: safe_open, manager: CacheManager, fingerprint: dict[str, str], 
     wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise ValueError(f"token_ids holds {wrong}, expected ids in [0, {vocab_size})")
-    return SavedSequence(token_ids, num_tokens, low_water)
+    return SavedSequence(token_ids, num_tokens, low_water, exact_from)
 
 
 def _check_names(what: str, given: set[str], expected: set[str]) -> None:

@@ -60,6 +60,8 @@ class SequenceCache:
         num_tokens: tokens whose entries are in the caches.
         low_water: smallest length that `truncate` can go back to in place. Above ``num_tokens`` within a step that may
             overwrite more than it could take back.
+        exact_from: first token whose results follow from what the caches hold: V4.1's upper layers have only the keys
+            that tokens from here on need (`config.trailing`). 0 where all layers have all keys.
         tables: physical page of each logical page, by group; 0 where a window page was freed.
         manager: the manager whose pages these are.
         uncommitted: of a sequence that is driven by `ModelRunner.step_metadata`: tokens that layers have computed and
@@ -72,6 +74,7 @@ class SequenceCache:
 
     num_tokens: int = 0
     low_water: int = 0
+    exact_from: int = field(default=0, kw_only=True)
     tables: dict[str, list[int]] = field(default_factory=dict)
     manager: CacheManager | None = field(default=None, compare=False, repr=False)
     uncommitted: int | None = None
@@ -341,8 +344,11 @@ class CacheManager:
             )
 
     @in_turn
-    def commit(self, cache: SequenceCache, n: int) -> None:
+    def commit(self, cache: SequenceCache, n: int, exact_from: int | None = None) -> None:
         """Counts ``n`` computed tokens and frees window pages that no query and no rollback can reach any more.
+
+        Args:
+            exact_from: `SequenceCache.exact_from` from now on; None: as before.
 
         Raises:
             RuntimeError: tokens without pages, or another number of tokens than the layers have computed.
@@ -362,7 +368,9 @@ class CacheManager:
                 )
             cache.uncommitted = 0
         cache.num_tokens += n
-        self.raise_low_water(cache, cache.num_tokens - self.layout.max_rollback)
+        cache.exact_from = cache.exact_from if exact_from is None else exact_from
+        oldest = max(cache.num_tokens - self.layout.max_rollback, min(cache.exact_from, cache.num_tokens))
+        self.raise_low_water(cache, oldest)
 
     @in_turn
     def raise_low_water(self, cache: SequenceCache, length: int) -> None:
@@ -427,7 +435,7 @@ class CacheManager:
         self._settle()
         with self._change:
             tables = {group: list(table) for group, table in cache.tables.items()}
-            fork = SequenceCache(cache.num_tokens, cache.low_water, tables, self)
+            fork = SequenceCache(cache.num_tokens, cache.low_water, tables, self, exact_from=cache.exact_from)
             self._register(fork)
             for group, table in tables.items():
                 for page in table:
@@ -445,6 +453,7 @@ class CacheManager:
             tables, carried, empty = cache.tables, cache.carried, {group: [] for group in cache.tables}
             # at once: with some of its tables a cache could not go on
             cache.tables, cache.num_tokens, cache.low_water, cache.carried = empty, 0, 0, None
+            cache.exact_from = 0
             cache.owned_from = cache.owned_to = 0
             cache.uncommitted = None
             cache.version += 1

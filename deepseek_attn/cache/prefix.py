@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, SequenceCache
@@ -84,8 +85,13 @@ class PrefixCache:
         return len(self._entries)
 
     @in_turn
-    def match(self, keys: list[bytes]) -> Match:
-        """The longest kept prefix of a prompt; ``keys`` are the keys of its prefixes, shortest first."""
+    def match(self, keys: list[bytes], serves: Callable[[SequenceCache], bool] | None = None) -> Match:
+        """The longest kept prefix of a prompt.
+
+        Args:
+            keys: of the prompt's prefixes, shortest first.
+            serves: whether the prompt can go on from a snapshot's cache; None: from every one.
+        """
         block, found = self.layout.snapshot_block, Match()
         for count in range(len(keys), 0, -1):
             key = keys[count - 1]
@@ -93,7 +99,7 @@ class PrefixCache:
                 continue
             found.seen = found.seen or count * block
             entry = self._seen[key] if self.layout.keeps_all_tokens else self._entries.get(key)
-            if entry is not None:
+            if entry is not None and (serves is None or serves(entry.snapshot.cache)):
                 self._entries.move_to_end(entry.keys[-1])
                 return Match(entry.snapshot, count * block, found.seen)
         return found
@@ -111,12 +117,17 @@ class PrefixCache:
 
     @in_turn
     def keep(self, cache: SequenceCache, keys: list[bytes]) -> bool:
-        """Takes a snapshot of the first ``len(keys)`` blocks of a sequence; returns whether it was new."""
+        """Takes a snapshot of the first ``len(keys)`` blocks of a sequence; returns whether it was new.
+
+        It replaces a snapshot of the same tokens with fewer keys of upper layers (`SequenceCache.exact_from`).
+        """
         if not keys or not self.layout.max_snapshots:
             return False
-        if keys[-1] in self._entries:
-            self._entries.move_to_end(keys[-1])
-            return False
+        if (known := self._entries.get(keys[-1])) is not None:
+            if known.snapshot.cache.exact_from <= cache.exact_from:
+                self._entries.move_to_end(keys[-1])
+                return False
+            self._remove(keys[-1])
         if self.layout.keeps_all_tokens:
             if keys[-1] in self._seen:
                 return False

@@ -75,7 +75,7 @@ class Engine:
     def __init__(self, runner: ModelRunner, tokenizer: Tokenizer | None = None, decoder: NextToken | None = None):
         self.runner, self.tokenizer, self.decoder = runner, tokenizer, decoder or NextToken()
         self.prefixes = runner.prefixes
-        self.scheduler = Scheduler(runner.manager, self.prefixes)
+        self.scheduler = Scheduler(runner.manager, self.prefixes, runner.trailing)
         self.stats, self.last_step = EngineStats(), StepStats()
         self.on_step: Callable[[StepStats], None] | None = None
         self.turns = runner.manager.turns
@@ -389,6 +389,7 @@ class Engine:
 
     def _run_step(self, work: Work, options: StepOptions) -> StepOutput:
         batch, options = [(request.sequence, n) for request, n in work], with_logprobs(options, work)
+        options = replace(options, ends=self.scheduler.ends(work))
         output = self.runner.step(batch, with_records(options, work))
         keep_scored(work, output)
         keep_records(work, output)

@@ -8,11 +8,13 @@ left, the request that was admitted last is preempted: it waits at the front, an
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from functools import partial
 
 from deepseek_attn.cache.manager import CacheManager, OutOfPages
 from deepseek_attn.cache.prefix import Match, PrefixCache
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.stats import StepStats
+from deepseek_attn.runner.trailing import TrailingRows
 from deepseek_attn.utils.tracing import traced
 
 PATIENCE = 32  # steps between a step that ran out of memory and the next larger one
@@ -23,6 +25,7 @@ class Scheduler:
 
     Args:
         prefixes: snapshots to start from; None: every request starts at its first token.
+        trailing: which rows of prompts upper layers compute; None: all layers compute all rows.
 
     Attributes:
         waiting: a set in which the first request is the next to run; the time to find or remove one does not depend on
@@ -30,8 +33,8 @@ class Scheduler:
         max_num_batched_tokens: the layout's limit; smaller for a while after a step ran out of memory.
     """
 
-    def __init__(self, manager: CacheManager, prefixes: PrefixCache | None):
-        self.manager, self.layout, self.prefixes = manager, manager.layout, prefixes
+    def __init__(self, manager: CacheManager, prefixes: PrefixCache | None, trailing: TrailingRows | None = None):
+        self.manager, self.layout, self.prefixes, self.trailing = manager, manager.layout, prefixes, trailing
         self.max_num_batched_tokens = self.layout.max_num_batched_tokens
         self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.running: list[Request] = []
@@ -135,9 +138,9 @@ class Scheduler:
             return Match()
         if request.sequence.num_computed:  # of a prompt that it shares
             return Match()
-        return self.prefixes.match(
-            request.prefix_keys(len(request.sequence.token_ids) - 1)
-        )  # one token at least is computed
+        length, trailing = len(request.sequence.token_ids), self.trailing
+        serves = None if trailing is None else partial(trailing.serves, end=length)
+        return self.prefixes.match(request.prefix_keys(length - 1), serves)  # one token at least is computed
 
     def _fits(self, request: Request, match: Match) -> bool:
         """Whether there are pages for the tokens so far of all running requests and of this one."""
@@ -209,12 +212,35 @@ class Scheduler:
         sequence, block = request.sequence, self.layout.snapshot_block
         start, length = sequence.num_computed, len(sequence.token_ids)
         end = start + n
-        stops = [stop for stop in (request.shared, (length - 1) // block * block) if start < stop < end]
+        stops = [stop for stop in self._edges(request) if start < stop < end]
         if stops:
             end = min(stops)
         elif end < length and end // block * block > start:
             end = end // block * block
         return end - start
+
+    def ends(self, work: list[tuple[Request, int]]) -> tuple[int, ...]:
+        """`StepOptions.ends`: where results of each request are wanted next, or a snapshot that has all keys.
+
+        Such a snapshot is left where less of the prompt follows than upper layers compute: a request that goes on like
+        this one can start from it. Elsewhere a snapshot without these keys serves as well.
+        """
+        if self.trailing is None or all(request.sequence.num_pending == n for request, n in work):
+            return ()
+        return tuple(self._end(request, n, self.trailing) for request, n in work)
+
+    def _end(self, request: Request, n: int, trailing: TrailingRows) -> int:
+        sequence, length = request.sequence, len(request.sequence.token_ids)
+        if self.prefixes is None or sequence.num_pending == n:
+            return length
+        least = max(sequence.num_computed + n, length - trailing.rows + 1)
+        edges = sorted(edge for edge in self._edges(request) if edge >= least)
+        return next((edge for edge in edges if trailing.serves(sequence.cache, edge)), length)
+
+    def _edges(self, request: Request) -> tuple[int, int]:
+        """Where a prompt leaves a snapshot: where others went on differently, and the last block's edge in it."""
+        block = self.layout.snapshot_block
+        return request.shared, (len(request.sequence.token_ids) - 1) // block * block
 
     def drop_drafts(self) -> bool:
         """Drops all drafts that wait to be verified, so that no request loses its caches for them; False: none."""

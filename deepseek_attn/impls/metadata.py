@@ -7,10 +7,11 @@ every model family: DeepSeek-V4 has a window and compressed entries, DeepSeek-V3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from deepseek_attn.impls.attention_call import AttentionCall
@@ -121,6 +122,39 @@ that attention reads, which it may replace, and ``decode_topk_slots``. Returns t
 
 
 @dataclass
+class TrailingStep:
+    """The rows of a step that its layers from one on compute; V4.1 (`config.trailing`).
+
+    Attributes:
+        layer: number of the first layer.
+        queries_only: this layer still makes keys and entries of all rows.
+        rows: int64 ``[T']``, rows of the outer step; None for all of them.
+        step: metadata of these rows, of which a later layer may compute fewer; None if there are none.
+    """
+
+    layer: int
+    queries_only: bool
+    rows: Tensor | None
+    step: StepMetadata | None
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Its rows of a tensor ``[T, ...]`` of the outer step."""
+        return tensor if self.rows is None else tensor.index_select(0, self.rows)
+
+    def begin(self, outer: LayerResults) -> StepMetadata:
+        """The metadata, with the results that layers of the outer step have left for later layers."""
+        if self.step is None:
+            raise RuntimeError("no row of this step is computed by the layers from this one on")
+        results = self.step.results
+        results.computed = outer.computed
+        if outer.candidate_blocks is not None:
+            results.candidate_blocks = self.take(outer.candidate_blocks)
+        if self.rows is None:
+            results.selected_by, results.decode_topk_slots = outer.selected_by, outer.decode_topk_slots
+        return self.step
+
+
+@dataclass
 class StepMetadata:
     """Everything the layers of one step share.
 
@@ -141,6 +175,9 @@ class StepMetadata:
         batch: the batch that layers check a call against; None in a runner's own steps, which need no check.
         observer: called by each layer after its attention; usually None.
         on_selection: see `OnSelection`; usually None.
+        window_starts: int64 ``[B]``, the first token of each request whose key is in the window; None: all are that a
+            query sees.
+        trailing: fewer rows, which later layers compute; None: all layers compute all rows.
         results: filled by the layers; everything else is given.
     """
 
@@ -169,6 +206,8 @@ class StepMetadata:
     batch: StepBatch | None = None
     observer: Callable[[AttentionCall], None] | None = None
     on_selection: OnSelection | None = None
+    window_starts: Tensor | None = None
+    trailing: TrailingStep | None = None
     results: LayerResults = field(default_factory=LayerResults)
 
     @property
@@ -186,7 +225,28 @@ class StepMetadata:
     def num_prefill_tokens(self) -> int:
         return len(self.positions) - self.num_decode_tokens
 
+    def parts(self) -> Iterator[StepMetadata]:
+        """This metadata, and those of the rows that later layers compute."""
+        step: StepMetadata | None = self
+        while step is not None:
+            yield step
+            step = None if step.trailing is None else step.trailing.step
+
+    def missing_keys(self, window: int) -> Tensor:
+        """Number of keys of each token's window that were not computed, int64 ``[T]``: the oldest ones."""
+        if self.window_starts is None:
+            return torch.zeros_like(self.positions)
+        oldest = (self.positions - window + 1).clamp(min=0)
+        return (self.window_starts[self.token_to_req_indices.long()] - oldest).clamp(min=0)
+
     def entry_counts(self, ratio: int, topk: int) -> EntryCounts:
         """Numbers of entries that each token sees, and that it reads when the best ``topk`` are selected."""
         positions, valid = self.positions, self.is_valid_token
         return self.results.entry_counts.once((ratio, topk), lambda: entry_counts(positions, valid, ratio, topk))
+
+
+def without_columns(indices: Tensor, first: Tensor | int, count: Tensor) -> Tensor:
+    """Index rows ``[T, K]`` with -1, for no key, in ``count [T]`` columns from ``first`` (a number, or ``[T]``) on."""
+    column = torch.arange(indices.shape[1], dtype=torch.int64, device=indices.device)
+    begin = first.unsqueeze(1) if isinstance(first, Tensor) else first
+    return indices.masked_fill((column >= begin) & (column < begin + count.unsqueeze(1)), -1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, selected_entries
-from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.impls.metadata import StepMetadata, without_columns
 from deepseek_attn.kernels.attention import dequantize_and_gather_k_cache
 from deepseek_attn.kernels.indices import combine_topk_swa_indices
 
@@ -113,7 +113,13 @@ def merged_indices(
         lens, window_lens = step.prefill_seq_lens[requests], step.prefill_gather_lens[requests]
         valid, sizes = step.is_valid_token[step.num_decode_tokens :][tokens], (chunk.rows_per_request, chunk.N)
         window, width = layer.window_size, topk.shape[1]
-        return combine_topk_swa_indices(topk[tokens], starts, lens, window_lens, window, ratio, width, *sizes, valid)
+        rows = combine_topk_swa_indices(topk[tokens], starts, lens, window_lens, window, ratio, width, *sizes, valid)
+        if step.window_starts is None:
+            return rows
+        # columns of the window begin behind the entries; those of keys that were not computed lie before the workspace
+        entries = (step.positions[step.num_decode_tokens :][tokens] + 1) // max(ratio, 1) * (ratio > 0)
+        missing = step.missing_keys(window)[step.num_decode_tokens :][tokens]
+        return without_columns(rows.indices, entries.clamp(max=width), missing), rows.lens
 
     return merge() if layer.index_topk is not None else step.results.prefill_rows.once((ratio, chunk), merge)
 

@@ -118,6 +118,17 @@ class ReadRows(NamedTuple):
         return self.rows
 
 
+class SomeRows(NamedTuple):
+    """Rows of one layer for some tokens of a step: numbers int64 ``[n]`` among the step's tokens."""
+
+    all_rows: LayerRows
+    tokens: torch.Tensor
+
+    def wait(self) -> TableRows:
+        """See `LayerRows.wait`."""
+        return TableRows(*(part.view(torch.uint8)[self.tokens].view(part.dtype) for part in self.all_rows.wait()))
+
+
 class BlankRows(NamedTuple):
     """Zeros instead of the rows of one layer, for ``tokens`` tokens."""
 

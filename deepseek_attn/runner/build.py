@@ -34,6 +34,7 @@ from deepseek_attn.config.options import (
     pick_device,
     pick_dtype,
 )
+from deepseek_attn.config.trailing import TrailingPart
 from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import gpu
@@ -54,6 +55,7 @@ from deepseek_attn.runner.expert_files import ExpertFiles, check_cache
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.host_experts import hold_experts
 from deepseek_attn.runner.sequence import TokenLimits
+from deepseek_attn.runner.trailing import TrailingRows
 from deepseek_attn.utils.device import available_memory, total_memory
 from deepseek_attn.utils.sizes import show_bytes
 from deepseek_attn.utils.torch_state import in_own_torch_state, own_torch_state
@@ -62,7 +64,7 @@ from deepseek_attn.utils.workspace import Workspace
 
 Model = Backbone | AttentionStack
 FREED = (  # by `close`
-    *("model", "pools", "workspace", "manager", "builder", "drafter", "prefixes", "graphs", "tables"),
+    *("model", "pools", "workspace", "manager", "builder", "drafter", "prefixes", "graphs", "tables", "trailing"),
     *("expert_files", "expert_rows"),
 )
 
@@ -77,6 +79,7 @@ class LoadedModel:
         builder: builds the metadata of the backbone's steps.
         drafter: runs the MTP layer, or the DSpark stages; None without any.
         prefixes: prefixes that engines keep for later requests; None without ``max_snapshots``.
+        trailing: which rows of prompts upper layers compute (V4.1); None: all layers compute all rows.
         graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
         tables: looks rows of Engram tables up; None for a model without Engram layers.
         expert_files: of routed experts that stay in the checkpoint; None for experts elsewhere.
@@ -115,6 +118,7 @@ class LoadedModel:
     reference_only: bool
     graph_problem: str
     deterministic: bool
+    trailing: TrailingRows | None
     parallel: Parallel
     cpu_threads: CpuThreads
     decode_query_len: int = 1
@@ -251,6 +255,7 @@ def build_runner(
     deterministic: bool = False,
     parallel: Parallel | None = None,
     expected_drafts: int = 0,
+    approximate_prefill: bool = False,
     compile_ahead: bool = COMPILE_AHEAD,
     progress: bool = True,
 ) -> Runner:
@@ -304,6 +309,7 @@ def build_runner(
         model = family.build(layers, attention_only, max_model_len)
         layout = layout_of(model)
         family.workspace_rows(model, layout)  # refuses options before weights are loaded
+        _trailing_parts(family, model, approximate_prefill)
         check_cache(model, canonical.entries(), experts)
         memory, host_memory = load_memory(device, parallel)
         report = load_model(model, canonical, layers, attention_only, progress, memory, host_memory)
@@ -339,6 +345,7 @@ def build_runner(
             reference_only=family.reference_only,
             graph_problem=family.graph_problem(),
             deterministic=deterministic,
+            trailing=_trailing_rows(family, model, pools, approximate_prefill),
             parallel=parallel,
             cpu_threads=CpuThreads(model, config, deterministic),
             compilation=compilation,
@@ -415,6 +422,30 @@ def _drafter(family: Family, model: Model, pools: CachePools, manager: CacheMana
         return None
     drafter_class = MTPDrafter if family.config.dspark is None else BlockDrafter
     return drafter_class(model, family.metadata_builder(model, pools, mtp=True), manager, family.device)
+
+
+def _trailing_parts(family: Family, model: Model, approximate: bool) -> tuple[TrailingPart, ...]:
+    """`Family.trailing_parts`; ValueError if the model has none and prefill is to be approximate."""
+    parts = () if isinstance(model, AttentionStack) else family.trailing_parts(model, approximate)
+    if approximate and not parts:
+        raise ValueError(
+            "approximate_prefill=True is for DeepSeek-V4.1, whose upper layers make no entries, without data-parallel "
+            "attention; leave it out"
+        )
+    if approximate and family.options.deterministic:
+        raise ValueError(
+            "approximate_prefill=True with deterministic=True: its logits depend on where a prompt ends; leave out one"
+        )
+    return parts
+
+
+def _trailing_rows(family: Family, model: Model, pools: CachePools, approximate: bool) -> TrailingRows | None:
+    """Which rows of prompts upper layers compute; None for a model whose layers compute all rows."""
+    parts = _trailing_parts(family, model, approximate)
+    if not parts:
+        return None
+    builder, layout = family.metadata_builder(model, pools, mtp=False), pools.layout
+    return TrailingRows(parts, builder, layout.window, layout.max_rollback, approximate)
 
 
 def _decode_graphs(

@@ -62,12 +62,15 @@ class Drafter(ABC):
         """Rows past the last computed token that `draft` writes."""
 
     @abstractmethod
-    def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> list[torch.Tensor] | None:
+    def step_logits(
+        self, rows: Batch, lengths: list[int], hidden_states: torch.Tensor, decode_query_len: int
+    ) -> list[torch.Tensor] | None:
         """Fills the draft layers' caches with a step's tokens; returns their logits by request, if there are any.
 
         Args:
             rows: the step's batch, not committed yet.
-            hidden_states: hidden states of all its tokens, concatenated by request.
+            lengths: of each request, the number of its last new tokens that have hidden states: all but with DSpark.
+            hidden_states: of these tokens, concatenated by request.
         """
 
     @abstractmethod
@@ -98,7 +101,9 @@ class MTPDrafter(Drafter):
         return num_drafts - 1
 
     @traced("mtp")
-    def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> list[torch.Tensor]:
+    def step_logits(
+        self, rows: Batch, lengths: list[int], hidden_states: torch.Tensor, decode_query_len: int
+    ) -> list[torch.Tensor]:
         """Logits of the tokens that have a next token; other rows take part as padding."""
         next_ids, known = [], []
         for sequence, n in rows:
@@ -106,7 +111,7 @@ class MTPDrafter(Drafter):
             tokens = sequence.token_ids[start : start + n]
             next_ids += tokens + [0] * (n - len(tokens))
             known += [True] * len(tokens) + [False] * (n - len(tokens))
-        valid, lengths = torch.tensor(known, dtype=torch.bool, device="cpu"), [n for _, n in rows]
+        valid = torch.tensor(known, dtype=torch.bool, device="cpu")
         caches = [sequence.cache for sequence, _ in rows]
         meta = self.builder.build(step_input(self.manager, caches, lengths, decode_query_len, valid))
         ids = torch.tensor(next_ids, device=self.device, dtype=torch.int64)
@@ -182,10 +187,15 @@ class BlockDrafter(Drafter):
         return self.max_drafts
 
     @traced("dspark")
-    def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> None:
+    def step_logits(self, rows: Batch, lengths: list[int], hidden_states: torch.Tensor, decode_query_len: int) -> None:
         """Returns None: drafts come from blocks, so there are no logits by token."""
-        caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
-        self._write_context(step_input(self.manager, caches, lengths, decode_query_len), hidden_states)
+        kept = [(sequence, n, count) for (sequence, n), count in zip(rows, lengths, strict=True) if count]
+        if not kept:
+            return
+        tables = block_tables(self.manager, [sequence.cache for sequence, _, _ in kept])
+        ends = torch.tensor([sequence.num_computed + n for sequence, n, _ in kept], dtype=torch.int64, device="cpu")
+        counts = torch.tensor([count for _, _, count in kept], dtype=torch.int64, device="cpu")
+        self._write_context(StepInput(counts, ends, tables), hidden_states)
 
     @traced("dspark")
     def draft(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, Unpack
 
@@ -45,14 +46,16 @@ from deepseek_attn.runner.step import (
     StepOutput,
     block_tables,
     check_batch,
+    check_ends,
     check_query_lens,
     step_input,
 )
 from deepseek_attn.runner.step_recorder import StepRecorder
 from deepseek_attn.runner.token_records import RecordedLayers, RecordOptions, TokenRecords, record_path
+from deepseek_attn.runner.trailing import SequenceRows
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.hub import HubModel
-from deepseek_attn.utils.tracing import traced
+from deepseek_attn.utils.tracing import stage, traced
 from deepseek_attn.utils.turns import in_turn
 
 logger = logging.getLogger(__name__)
@@ -202,8 +205,9 @@ class ModelRunner(LoadedModel):
 
     def fingerprint(self) -> dict[str, str]:
         """Digests of all that cached bytes depend on: ``model``, ``numerics`` and ``layout``, and the ``rank``."""
-        weights = _sampled_weights(self.model)
-        digests = make_fingerprint(self.config, self.numerics, self.dtype, self.layout, weights, self.deterministic)
+        approximate = self.trailing is not None and self.trailing.approximate
+        facts = self.config, self.numerics, self.dtype, self.layout, _sampled_weights(self.model)
+        digests = make_fingerprint(*facts, self.deterministic, approximate)
         return digests | {"rank": f"{self.parallel.rank} of {self.parallel.world}"}
 
     @in_turn
@@ -225,10 +229,12 @@ class ModelRunner(LoadedModel):
         if options.mtp:
             self._need_drafter()
         check_batch(batch, self.layout)
+        check_ends(batch, options.ends)
         if self.compilation is not None and not self.compilation.ended:
             self.compilation.step = [(n, sequence.num_computed + n) for sequence, n in batch]
         order = sorted(range(len(batch)), key=lambda i: batch[i][1] > self.decode_query_len)  # stable
         rows, lengths = [batch[i] for i in order], [batch[i][1] for i in order]
+        plans = self._row_plans(rows, order, options)
         if options.drafts and not self._replays(lengths, options, 1 + options.drafts):
             raise ValueError("StepOptions.drafts: this step does not run over persistent tensors; call draft after it")
         if any(options.allowed) and (options.drafts or options.last != 1 or options.all_logits):
@@ -236,7 +242,7 @@ class ModelRunner(LoadedModel):
         caches = [(sequence.cache, n) for sequence, n in rows]
         self.manager.reserve(caches)
         with self.manager.all_or_nothing(caches):
-            eager, size = not self._replays(lengths, options), None
+            eager, size = bool(plans) or not self._replays(lengths, options), None
             if self.parallel.dp_attention:
                 longest = max(cache.num_tokens + n for cache, n in caches)
                 needs = self.parallel.agree(StepNeeds(sum(lengths), longest, eager), self.device)
@@ -246,13 +252,13 @@ class ModelRunner(LoadedModel):
                 with torch.inference_mode():
                     recorder = self._recorder(model, rows, order, options)
                     with nullcontext() if recorder is None else recorder.watching():
-                        results = self._compute(model, rows, options, eager, size, recorder)
+                        results = self._compute(model, rows, options, eager, size, recorder, plans)
                 output = self._output(results, rows, order, options)
                 if recorder is not None and options.record:
                     records = dict(zip(order, recorder.records(), strict=True))
                     output.records = [records[place] for place in range(len(order))]
-            for cache, n in caches:
-                self.manager.commit(cache, n)
+            for place, (cache, n) in enumerate(caches):
+                self.manager.commit(cache, n, plans[place].exact_from if plans else None)
             if options.greedy and isinstance(results, DecodeRun):
                 self._launch_next_step(results, [(sequence.cache, most) for sequence, most in options.next_step])
         return output
@@ -271,15 +277,22 @@ class ModelRunner(LoadedModel):
             values = list(values)
             return [values[i] for i in places]
 
-        output, lengths = StepOutput(), [n for _, n in rows]
-        counts = lengths if options.all_logits else [min(n, options.last) for n in lengths]
+        output, lengths = StepOutput(), results.lengths
+        counts = [
+            options.results(place, n, sequence.num_computed + n)
+            for place, (sequence, n) in zip(order, rows, strict=True)
+        ]
         if options.mtp:
-            drafts = self._need_drafter().step_logits(rows, results.hidden_states(lengths), self.decode_query_len)
+            states = results.hidden_states(lengths)
+            drafts = self._need_drafter().step_logits(rows, lengths, states, self.decode_query_len)
             output.mtp_logits = None if drafts is None else in_batch_order(drafts)
         if options.hidden_states:
             output.hidden_states = in_batch_order(results.hidden_states(counts).clone().split(counts))
         if any(options.scored):
-            batch = [(sequence.token_ids, sequence.num_computed, n) for sequence, n in rows]
+            batch = [
+                (sequence.token_ids, sequence.num_computed + n - kept, kept)
+                for (sequence, n), kept in zip(rows, lengths, strict=True)
+            ]
             scored = known_logprobs(results, batch, [options.scored[i] for i in order], self.config.vocab_size)
             output.scored = in_batch_order(scored)
         if not options.greedy:
@@ -321,8 +334,13 @@ class ModelRunner(LoadedModel):
         eager: bool,
         size: StepSize | None,
         recorder: StepRecorder | None,
+        plans: list[SequenceRows],
     ) -> EagerStep | DecodeRun:
-        """The step: eagerly, or over persistent tensors of the size that the ranks have agreed on, if they have."""
+        """The step: eagerly, or over persistent tensors of the size that the ranks have agreed on, if they have.
+
+        Args:
+            plans: see `_row_plans`.
+        """
         caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
         token_ids = [seq.token_ids[seq.num_computed : seq.num_computed + n] for seq, n in rows]
         if self.graphs is not None and not eager:
@@ -333,28 +351,64 @@ class ModelRunner(LoadedModel):
         if self.graphs is not None:
             self.graphs.prelaunched = None  # a different step than the launched one
         if self.one_by_one:
-            return self._compute_one_by_one(model, rows, recorder)
+            return self._compute_one_by_one(model, rows, recorder, plans)
         lookups = self._look_up(chunks_of(rows))  # reads while the metadata is built, too
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device, dtype=torch.int64)
-        meta = self._metadata(caches, lengths, self.decode_query_len)
-        meta.observer, meta.engram = options.observer, lookups
+        batch = step_input(self.manager, caches, lengths, self.decode_query_len)
+        with stage("metadata"):
+            meta = self.builder.build(batch)
+            meta.observer, meta.engram = options.observer, lookups
+            if self.trailing is not None and plans:
+                lengths = self.trailing.attach(meta, batch, plans)
         if recorder is not None:
             recorder.begin(meta)
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
 
-    def _compute_one_by_one(self, model: Backbone, rows: Batch, recorder: StepRecorder | None) -> EagerStep:
+    def _compute_one_by_one(
+        self, model: Backbone, rows: Batch, recorder: StepRecorder | None, plans: list[SequenceRows]
+    ) -> EagerStep:
         """A step that launches each token separately, after the earlier tokens of its sequence."""
-        states, one = [], torch.ones(1, dtype=torch.int64, device="cpu")
-        for sequence, n in rows:
-            tables = block_tables(self.manager, [sequence.cache])
+        states, lengths, one = [], [], torch.ones(1, dtype=torch.int64, device="cpu")
+        for place, (sequence, n) in enumerate(rows):
+            tables, kept = block_tables(self.manager, [sequence.cache]), 0
             for position in range(sequence.num_computed, sequence.num_computed + n):
-                meta = self.builder.build(StepInput(one, one + position, tables))
+                batch, results = StepInput(one, one + position, tables), 1
+                meta = self.builder.build(batch)
                 meta.engram = self._look_up([Chunk(sequence.token_ids, position, 1)])
+                if self.trailing is not None and plans:
+                    row = replace(plans[place], start=position, end=position + 1)
+                    [results] = self.trailing.attach(meta, batch, [row])
                 if recorder is not None:
                     recorder.begin(meta, first=len(states))
                 ids = torch.tensor(sequence.token_ids[position : position + 1], device=self.device, dtype=torch.int64)
                 states.append(model(ids, meta.positions, meta))
-        return EagerStep(model, [n for _, n in rows], torch.cat(states), one_by_one=True)
+                kept += results
+            lengths.append(kept)
+        return EagerStep(model, lengths, torch.cat(states), one_by_one=True)
+
+    def _row_plans(self, rows: Batch, order: list[int], options: StepOptions) -> list[SequenceRows]:
+        """Rows of each sequence that upper layers compute; empty for a step in which all layers compute all rows.
+
+        Records, replays and observers see all rows of a step.
+
+        Args:
+            order: place in the batch of each row of ``rows``.
+
+        Raises:
+            ValueError: see `TrailingRows.plan`.
+        """
+        if self.trailing is None:
+            return []
+        plans, watched = [], bool(options.observer or any(options.record) or any(options.replay))
+        for (sequence, n), place in zip(rows, order, strict=True):
+            length = sequence.num_computed + n
+            every = options.all_logits or bool(options.scored and options.scored[place])
+            end = options.ends[place] if options.ends and not every else length
+            plan = self.trailing.plan(sequence.cache, n, end, n if every else min(n, options.last))
+            if watched:
+                plan = replace(plan, exact_from=sequence.cache.exact_from, all_rows=True)
+            plans.append(plan)
+        return plans if self.trailing.needed(plans) else []
 
     def _look_up(self, chunks: list[Chunk]) -> dict[int, Lookup]:
         """Starts to read the rows of Engram tables of the step's tokens; by layer."""

@@ -50,6 +50,9 @@ class RunnerOptions(TypedDict, total=False):
             default: none.
         expected_drafts: tokens that the MTP layer will draft per step; `LLM` sets it. Kernels of such steps are
             compiled ahead too.
+        approximate_prefill: of DeepSeek-V4.1: layers above the last one that makes entries compute one window of a
+            prompt's rows, as other engines do, instead of all the rows that exact results need. docs/v41.md has the
+            error and the gain.
         compile_ahead: on a GPU, compile the kernels of all steps within these limits while weights are loaded, in
             processes of their own. Default: `LLM` does, unless ``DEEPSEEK_ATTN_COMPILE_AHEAD=0``; a `ModelRunner`
             does with ``DEEPSEEK_ATTN_COMPILE_AHEAD=1``.
@@ -80,6 +83,7 @@ class RunnerOptions(TypedDict, total=False):
     deterministic: bool
     parallel: Parallel | None
     expected_drafts: int
+    approximate_prefill: bool
     compile_ahead: bool
     progress: bool
 

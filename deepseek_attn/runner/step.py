@@ -56,6 +56,9 @@ class StepOptions:
             Empty: of no sequence.
         replay: by sequence of the batch, experts and entries that it is computed with; None: those of the model. Such a
             step runs eagerly. Empty: of no sequence.
+        ends: by sequence of the batch, the length at which its next results are wanted: that after the step, or a later
+            one up to its number of tokens. Until then it has no results, so that V4.1's upper layers can leave out its
+            rows. Empty: results of every sequence.
     """
 
     last: int = 1
@@ -71,6 +74,17 @@ class StepOptions:
     observer: Callable[[AttentionCall], None] | None = None
     record: tuple[RecordOptions | None, ...] = ()
     replay: tuple[Replay | None, ...] = ()
+    ends: tuple[int, ...] = ()
+
+    def results(self, place: int, new_tokens: int, length: int) -> int:
+        """Number of the last new tokens of sequence ``place`` of the batch that have results.
+
+        Args:
+            length: of the sequence after the step.
+        """
+        if self.ends and self.ends[place] > length:
+            return 0
+        return new_tokens if self.all_logits else min(new_tokens, self.last)
 
 
 @dataclass
@@ -118,10 +132,10 @@ class HasLogits(Protocol):
 class EagerStep:
     """A step that was computed without persistent tensors; `DecodeRun` has the same methods.
 
-    ``counts[i]``: number of the last new tokens of request ``i`` that have results. Results are ordered by request.
+    ``counts[i]``: number of the last rows of request ``i`` that have results. Results are ordered by request.
 
     Attributes:
-        lengths: new tokens of each request; states: hidden states of all of them, ``[sum(lengths), ...]``.
+        lengths: rows of each request, its last new tokens; states: hidden states of all, ``[sum(lengths), ...]``.
         one_by_one: logits are computed for one token at a time (`LoadedModel.one_by_one`).
     """
 
@@ -229,6 +243,19 @@ def check_batch(batch: Batch, layout: CacheLayout) -> None:
         if not 1 <= n <= sequence.num_pending:
             raise ValueError(f"{shown(n)} tokens asked of a sequence with {sequence.num_pending} pending tokens")
     check_size(sum(n for _, n in batch), len(batch), layout)
+
+
+def check_ends(batch: Batch, ends: tuple[int, ...]) -> None:
+    """ValueError if `StepOptions.ends` do not fit a batch."""
+    if ends and len(ends) != len(batch):
+        raise ValueError(f"StepOptions.ends: {len(ends)} lengths for a batch of {len(batch)} sequences")
+    for (sequence, n), end in zip(batch, ends, strict=bool(ends)):
+        least, most = sequence.num_computed + n, len(sequence.token_ids)
+        if not is_integer(end) or not least <= end <= most:
+            raise ValueError(
+                f"StepOptions.ends: {shown(end)} of a sequence that has {least} tokens after the step and {most} in "
+                f"all: it is an integer from {least} to {most}"
+            )
 
 
 def check_size(num_tokens: int, num_sequences: int, layout: CacheLayout) -> None:

@@ -107,7 +107,8 @@ class StepRecorder:
         kept = [row - first for row in self._kept[self._places]]
         self._rows = None if len(kept) == count else torch.tensor(kept, dtype=torch.int64, device=step.positions.device)
         if self._replayed or self._template.selections is not None:
-            step.on_selection = self._on_selection
+            for part in step.parts():
+                part.on_selection = self._on_selection
 
     def records(self) -> list[TokenRecords | None]:
         """Of each sequence, the records of its new tokens; None where none were asked for."""
@@ -182,8 +183,9 @@ class StepRecorder:
     def _candidates(self, layer: int) -> Tensor:
         """Blocks that the layer keeps, int32 ``[T, n]``: all that there are where it did not have to choose."""
         step, (count, size) = self._step, self.found.candidates[layer]
-        if step.results.candidate_blocks is not None:
-            return step.results.candidate_blocks
+        for part in step.parts():
+            if part.results.candidate_blocks is not None:
+                return part.results.candidate_blocks
         block = torch.arange(count, dtype=torch.int32, device=step.positions.device)
         entries = (step.positions + 1) // self.found.selectors[layer]
         return torch.where(block * size < entries.unsqueeze(1), block, -1)

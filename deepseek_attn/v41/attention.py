@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepseek_attn.attention.layer import DeepseekV4MLAAttention
+from deepseek_attn.attention.layer import DeepseekV4MLAAttention, QueryInputs
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
@@ -83,6 +83,20 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
             self.compressor.store(latents, self.compressor.pool, step)
             self.compressor.store(self.indexer.keys(latents), self.indexer.pool, step)
         return rows
+
+    def write(self, x: Tensor, positions: Tensor, step: StepMetadata) -> None:
+        """Writes the keys and entries of ``x [T, hidden_size]``, and attends with none of its rows."""
+        self.insert(self.project(x), positions, step, None)
+
+    def attend(self, inputs: QueryInputs, positions: Tensor, step: StepMetadata) -> Tensor:
+        """`DeepseekV4MLAAttention.attend`, of the trailing rows alone where the layer makes entries of all rows."""
+        trailing = step.trailing
+        if trailing is not None and trailing.queries_only and trailing.layer == self.spec.index:
+            self.step = step = trailing.begin(step.results)
+            positions, index_weights = step.positions, inputs.index_weights
+            index_weights = None if index_weights is None else trailing.take(index_weights)
+            inputs = QueryInputs(trailing.take(inputs.qr), None, trailing.take(inputs.kv), index_weights)
+        return super().attend(inputs, positions, step)
 
     def check_sources(self, step: StepMetadata) -> None:
         """RuntimeError unless the layers whose results this one reads have computed the step, in the model's order."""

@@ -78,6 +78,7 @@ class FakeRunner:
     manager: CacheManager
     layers: list[tuple[int, int]]
     prefixes: PrefixCache | None = None
+    trailing: None = None
     max_tokens: int = 1 << 30
     graphs: None = None
     closed: bool = False

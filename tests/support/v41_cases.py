@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import torch
 from torch import Tensor
@@ -94,3 +95,36 @@ def closest_choice(oracle: V41Oracle) -> float:
 def assert_clear(oracle: V41Oracle) -> None:
     """A test's prompt must not leave a choice to rounding. If it does: use another seed."""
     assert closest_choice(oracle) > NEAR_TIE, f"choices {closest_choice(oracle):.1e} apart: use another seed"
+
+
+def random_schedule(draw: random.Random) -> dict:
+    """A schedule with all roles and ratios in any order, and other widths: changes of `tiny`."""
+    ratios, kv, index, ratio = [], [], [], 0
+    for layer in range(draw.randint(3, 7)):
+        if not kv or draw.random() < 0.3:
+            ratio = draw.choice([1, 2])
+            if layer and draw.random() < 0.9:
+                kv.append(layer)
+                index.append(layer)
+        elif draw.random() < 0.4:
+            index.append(layer)
+        reads = kv and (layer in index or draw.random() < 0.8)
+        ratios.append(ratio_of(ratios, kv, layer, ratio) if reads else 0)
+    index = [layer for layer in index if ratios[layer]]
+    topk, size = draw.choice([1, 5, 60]), draw.choice([1, 3, 8])
+    candidates = [i for i in index if all(ratios[j] == ratios[i] for j in index if j > i)]
+    limited = draw.choice(candidates) if candidates and draw.random() < 0.7 else None
+    return dict(
+        num_hidden_layers=len(ratios), compress_ratios=ratios, kv_source_layer_ids=kv,
+        index_source_layer_ids=index, candidate_source_layer_id=limited,
+        candidate_topk_blocks=None if limited is None else -(-topk // size) + draw.choice([1, 2]),
+        candidate_block_size=None if limited is None else size, index_topk=topk,
+        sliding_window=draw.choice([1, 5, 70]), head_dim=draw.choice([64, 96]), index_n_heads=8,
+        hc_mult=draw.choice([2, 4]), rms_norm_eps=draw.choice([1e-20, 1e-6]),
+        engram_layer_ids=None, **({"quantization_config": None} if draw.random() < 0.3 else {}),
+    )  # fmt: skip
+
+
+def ratio_of(ratios: list[int], kv: list[int], layer: int, ratio: int) -> int:
+    """Ratio of a layer: its own if it makes entries, else that of the last layer that did."""
+    return ratio if kv[-1] == layer else ratios[kv[-1]]

@@ -9,7 +9,6 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.numerics import numerics_for
-from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.impls import DeepseekV4TritonSparseImpl, DeepseekV41TritonSparseImpl
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU, meta_stands_for
@@ -21,7 +20,7 @@ from deepseek_attn.runner.session import LayerSession
 from deepseek_attn.testing import poison_caches
 from tests.support.small_models import assert_close, prompt
 from tests.support.tiers import tiered
-from tests.support.v41_cases import TOLERANCE, assert_clear, make_runner, oracle_of, tiny
+from tests.support.v41_cases import TOLERANCE, assert_clear, make_runner, oracle_of, random_schedule, tiny
 
 # Around the window of 8, pairs, index_topk 6 (12 tokens of ratio 2), candidates (12 entries, blocks of 4) and pages.
 ONE_LAYER = {
@@ -83,43 +82,9 @@ def test_other_routers_equal_brute_force(changes):
     assert_close(make_runner(config, source).score([tokens])[0], expected, TOLERANCE)
 
 
-def random_config(seed: int) -> DeepseekV41Config:
-    """A schedule with all roles and ratios in any order, and other widths."""
-    draw = random.Random(seed)
-    ratios, kv, index, ratio = [], [], [], 0
-    for layer in range(draw.randint(3, 7)):
-        if not kv or draw.random() < 0.3:
-            ratio = draw.choice([1, 2])
-            if layer and draw.random() < 0.9:
-                kv.append(layer)
-                index.append(layer)
-        elif draw.random() < 0.4:
-            index.append(layer)
-        reads = kv and (layer in index or draw.random() < 0.8)
-        ratios.append(ratio_of(ratios, kv, layer, ratio) if reads else 0)
-    index = [layer for layer in index if ratios[layer]]
-    topk, size = draw.choice([1, 5, 60]), draw.choice([1, 3, 8])
-    candidates = [i for i in index if all(ratios[j] == ratios[i] for j in index if j > i)]
-    limited = draw.choice(candidates) if candidates and draw.random() < 0.7 else None
-    return tiny(
-        num_hidden_layers=len(ratios), compress_ratios=ratios, kv_source_layer_ids=kv,
-        index_source_layer_ids=index, candidate_source_layer_id=limited,
-        candidate_topk_blocks=None if limited is None else -(-topk // size) + draw.choice([1, 2]),
-        candidate_block_size=None if limited is None else size, index_topk=topk,
-        sliding_window=draw.choice([1, 5, 70]), head_dim=draw.choice([64, 96]), index_n_heads=8,
-        hc_mult=draw.choice([2, 4]), rms_norm_eps=draw.choice([1e-20, 1e-6]),
-        engram_layer_ids=None, **({"quantization_config": None} if draw.random() < 0.3 else {}),
-    )  # fmt: skip
-
-
-def ratio_of(ratios: list[int], kv: list[int], layer: int, ratio: int) -> int:
-    """Ratio of a layer: its own if it makes entries, else that of the last layer that did."""
-    return ratio if kv[-1] == layer else ratios[kv[-1]]
-
-
 @pytest.mark.parametrize("seed", tiered(range(8), [1]))
 def test_random_schedules(seed):
-    config = random_config(seed)
+    config = tiny(**random_schedule(random.Random(seed)))
     source, tokens = RandomSource(config, seed), prompt(config, 50, seed)
     oracle = oracle_of(config, source)
     expected = oracle(tokens).float()
