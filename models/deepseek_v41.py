@@ -35,20 +35,21 @@ class DeepseekV41Block(Block):
             self.engram = Engram(config.memory, spec.index, *sizes, context.numerics, context.dtype, context.device)
 
     def forward(self, output: DelayedOutput, token_ids: torch.Tensor, step: StepMetadata) -> DelayedOutput:
-        """Output of the previous block, or the first streams -> output of this block.
-
-        If the block is the first with fewer rows (`StepMetadata.trailing`), its output has these rows.
-        """
-        hc, trailing = self.attn_input(output), step.trailing
-        y = self.attn(hc.x, step.positions, step)
-        if trailing is not None and trailing.queries_only and trailing.layer == self.attn.spec.index:
-            hc, token_ids = DelayedInput(*map(trailing.take, hc)), trailing.take(token_ids)
-        hc = self.ffn_input(hc.output(y))
+        """Output of the previous block, or the first streams -> output of this block."""
+        hc = self.attn_input(output)
+        hc = self.ffn_input(hc.output(self.attn(hc.x, step.positions, step)))
         return hc.output(self.ffn(hc.x, token_ids))
 
-    def write_entries(self, output: DelayedOutput, step: StepMetadata) -> None:
-        """Writes the keys and entries of the attention's input, and computes nothing else."""
-        self.attn.write(self.attn_input(output).x, step.positions, step)
+    def forward_trailing(
+        self, output: DelayedOutput, token_ids: torch.Tensor, step: StepMetadata, trailing: TrailingStep
+    ) -> DelayedOutput | None:
+        """`forward` of trailing rows; keys and entries are made of all rows. None if there are no such rows."""
+        hc = self.attn_input(output)
+        y = self.attn.forward_trailing(hc.x, step, trailing)
+        if y is None:
+            return None
+        hc = self.ffn_input(DelayedInput(*map(trailing.take, hc)).output(y))
+        return hc.output(self.ffn(hc.x, trailing.take(token_ids)))
 
     def attn_input(self, output: DelayedOutput) -> DelayedInput:
         """The attention's input, from the last block."""
@@ -88,10 +89,9 @@ class DeepseekV41(DraftsBlocks, Backbone):
 
         Only of the rows that the last layer computes, where these are fewer (`StepMetadata.trailing`).
         """
-        output = self.first_streams(token_ids)
-        targets, means = self.target_layers, []
+        output, targets, means = self.first_streams(token_ids), self.target_layers, []
         for index, layer in self.layers.items():
-            trailing = None if step.trailing is None or step.trailing.layer != int(index) else step.trailing
+            trailing = step.trailing_at(int(index))
             if trailing is not None and not trailing.queries_only:
                 if trailing.step is None:
                     return self.embed.weight.new_empty(0, *self.state_shape)
@@ -102,13 +102,13 @@ class DeepseekV41(DraftsBlocks, Backbone):
                 streams = layer.add_memory(updated(output.streams), step)
                 means += [streams.mean(1)] if int(index) in targets else []
                 output = output._replace(streams=streams)
-            if trailing is not None and trailing.step is None:
-                layer.write_entries(output, step)
+            if trailing is None:
+                output = layer(output, token_ids, step)
+                continue
+            output = layer.forward_trailing(output, token_ids, step, trailing)
+            if trailing.step is None:
                 return self.embed.weight.new_empty(0, *self.state_shape)
-            output = layer(output, token_ids, step)
-            if trailing is not None and trailing.step is not None:
-                token_ids, means = trailing.take(token_ids), [trailing.take(rows) for rows in means]
-                step = trailing.step
+            token_ids, means, step = trailing.take(token_ids), [trailing.take(rows) for rows in means], trailing.step
         x = self.collapse(output, self.norm)
         return torch.stack([x, *means], dim=1) if means else x
 

@@ -52,21 +52,6 @@ class InputProjections(NamedTuple):
     index_weights: Tensor | None
 
 
-class QueryInputs(NamedTuple):
-    """What a layer makes queries of, after it has written the caches.
-
-    Attributes:
-        qr: the normed query latent ``[T, q_lora_rank]``; qr_fp8: the same in FP8, if a projection reads that.
-        kv: the normed and rotated key ``[T, head_dim]``.
-        index_weights: float32 ``[T, index_n_heads]``; None without an indexer.
-    """
-
-    qr: Tensor
-    qr_fp8: QuantizedRows | None
-    kv: Tensor
-    index_weights: Tensor | None
-
-
 @dataclass
 class LayerQueries(AttentionQueries):
     """Queries of attention and of the indexer.
@@ -229,15 +214,13 @@ class DeepseekV4MLAAttention(CheckpointModule):
         linears = query_linears(self.wq_b, self.indexer, step)
         qr_fp8 = empty_quantized(inputs.qr, linears)
         qr, kv = self.insert(inputs, positions, step, qr_fp8)
-        return self.attend(QueryInputs(qr, qr_fp8, kv, inputs.index_weights), positions, step)
-
-    def attend(self, inputs: QueryInputs, positions: Tensor, step: StepMetadata) -> Tensor:
-        """Attention of the rows of ``inputs`` over the caches, and the output projection: ``[T, hidden_size]``."""
-        qr, qr_fp8, kv, index_weights = inputs
-        linears = query_linears(self.wq_b, self.indexer, step)
         with stage("project"):
             # without a name, projections are freed before attention takes memory: they are as large as the queries
-            queries = self.queries(QueryProjections(*multi_linear(qr, linears, qr_fp8)), index_weights, positions)
+            queries = self.queries(QueryProjections(*multi_linear(qr, linears, qr_fp8)), inputs, positions)
+        return self.attend(queries, kv, positions, step)
+
+    def attend(self, queries: LayerQueries, kv: Tensor, positions: Tensor, step: StepMetadata) -> Tensor:
+        """Selects entries, attends, and projects the output: ``[T, hidden_size]``."""
         self.select(queries.index, step)
         with stage("attend"):
             output = self.impl.attend(self, queries, kv, positions)
@@ -302,15 +285,13 @@ class DeepseekV4MLAAttention(CheckpointModule):
         """Projected queries ``[T, num_heads * head_dim]`` as the ops take them, padded to ``padded_heads``."""
         return RawQueries(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
 
-    def queries(self, projected: QueryProjections, weights: Tensor | None, positions: Tensor) -> LayerQueries:
+    def queries(self, projected: QueryProjections, inputs: InputProjections, positions: Tensor) -> LayerQueries:
         """Queries of attention, and of the indexer if it has to select entries.
 
         One launch norms and rotates both. Without index queries, the impl norms and rotates the queries of attention.
-        ``weights``: of the indexer's heads.
         """
         raw, q, index = self.raw_queries(projected.q, positions), None, None
-        index_q = projected.index_q
-        if self.indexer is not None and index_q is not None and weights is not None:
-            q, index = queries(raw, self.indexer.query_rows(index_q, weights, positions))
+        if self.indexer is not None and projected.index_q is not None and inputs.index_weights is not None:
+            q, index = queries(raw, self.indexer.query_rows(projected.index_q, inputs.index_weights, positions))
             raw = raw._replace(q=q.flatten(1))  # see `AttentionQueries`: frees the projections
         return LayerQueries(raw, q, index)

@@ -320,12 +320,18 @@ class CacheManager:
         """Refuses a step of the next ``n`` tokens of sequences whose pages or whose last step make it wrong.
 
         Raises:
-            RuntimeError: pages are not reserved, or the previous step was not committed.
+            RuntimeError: pages are not reserved, the previous step was not committed, or keys of upper layers are
+                missing.
             ValueError: a sequence of another manager.
         """
         for cache, n in batch:
             self._check_owner(cache)
             self._check_committed(cache)
+            if cache.exact_from > cache.num_tokens:
+                raise RuntimeError(
+                    f"upper layers of this sequence lack keys of its {cache.num_tokens} tokens, which were computed "
+                    "for results further on (StepOptions.ends): step to there, or free it and begin again"
+                )
             if cache.num_tokens + n > cache.owned_to:
                 raise RuntimeError(
                     f"no pages for {n} new tokens after {cache.num_tokens}: call manager.reserve([(cache, {n})]) first"

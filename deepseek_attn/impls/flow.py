@@ -132,8 +132,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
         """Gathers the keys of a chunk into the workspace and attends over them; ``rows``: its prefill tokens."""
         (kv,) = layer.workspace.get(((len(chunk), chunk.rows_per_request, layer.head_dim), q.dtype))
         gather_keys(layer, step, chunk, kv)
-        indices, lens = merged_indices(layer, step, chunk, rows)
-        return cls.attend_rows(layer, q, kv.view(-1, layer.head_dim), indices, lens, out)
+        return cls.attend_rows(layer, q, kv.view(-1, layer.head_dim), *merged_indices(layer, step, chunk, rows), out)
 
 
 def _paged_keys(pool: Pool, indices: Tensor, lens: Tensor) -> PagedKeys:

@@ -225,6 +225,10 @@ class StepMetadata:
     def num_prefill_tokens(self) -> int:
         return len(self.positions) - self.num_decode_tokens
 
+    def trailing_at(self, layer: int) -> TrailingStep | None:
+        """The rows that the layers from this one on compute, if they are fewer from here on."""
+        return self.trailing if self.trailing is not None and self.trailing.layer == layer else None
+
     def parts(self) -> Iterator[StepMetadata]:
         """This metadata, and those of the rows that later layers compute."""
         step: StepMetadata | None = self

@@ -12,7 +12,7 @@ from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, selected_entries
 from deepseek_attn.impls.metadata import StepMetadata, without_columns
 from deepseek_attn.kernels.attention import dequantize_and_gather_k_cache
-from deepseek_attn.kernels.indices import combine_topk_swa_indices
+from deepseek_attn.kernels.indices import IndexRows, combine_topk_swa_indices
 
 MIN_HEADS_FOR_BF16_PREFILL = 32
 """With fewer heads per rank, V3.2's prefill reads FP8 pages: the BF16 kernel would compute mostly padding heads."""
@@ -92,9 +92,8 @@ def gather_keys(layer: AttentionLayer, step: StepMetadata, chunk: PrefillChunk, 
         lens, table = step.prefill_entry_lens[layer.compress_ratio][requests], sparse.block_table[batch]
         dequantize_and_gather_k_cache(kv, pool.record, pool.tensor, lens, None, table, sparse.block_size, 0)
     if layer.swa_cache is not None and step.swa is not None:
-        pool, table = layer.swa_cache, step.swa.block_table[batch]
+        pool, table, page = layer.swa_cache, step.swa.block_table[batch], step.swa.block_size
         lens, window_lens = step.prefill_seq_lens[requests], step.prefill_gather_lens[requests]
-        page = step.swa.block_size
         dequantize_and_gather_k_cache(kv, pool.record, pool.tensor, lens, window_lens, table, page, chunk.N)
 
 
@@ -111,17 +110,22 @@ def merged_indices(
         topk, requests = _prefill_topk(layer, step), chunk.requests
         starts = step.query_start_loc[first + chunk.first : first + chunk.last + 1]
         lens, window_lens = step.prefill_seq_lens[requests], step.prefill_gather_lens[requests]
-        valid, sizes = step.is_valid_token[step.num_decode_tokens :][tokens], (chunk.rows_per_request, chunk.N)
-        window, width = layer.window_size, topk.shape[1]
-        rows = combine_topk_swa_indices(topk[tokens], starts, lens, window_lens, window, ratio, width, *sizes, valid)
-        if step.window_starts is None:
-            return rows
-        # columns of the window begin behind the entries; those of keys that were not computed lie before the workspace
-        entries = (step.positions[step.num_decode_tokens :][tokens] + 1) // max(ratio, 1) * (ratio > 0)
-        missing = step.missing_keys(window)[step.num_decode_tokens :][tokens]
-        return without_columns(rows.indices, entries.clamp(max=width), missing), rows.lens
+        valid = step.is_valid_token[step.num_decode_tokens :][tokens]
+        sizes = (layer.window_size, ratio, topk.shape[1], chunk.rows_per_request, chunk.N)
+        rows = combine_topk_swa_indices(topk[tokens], starts, lens, window_lens, *sizes, valid)
+        return rows if step.window_starts is None else _without_missing(rows, layer, step, tokens, topk.shape[1])
 
     return merge() if layer.index_topk is not None else step.results.prefill_rows.once((ratio, chunk), merge)
+
+
+def _without_missing(
+    rows: IndexRows, layer: AttentionLayer, step: StepMetadata, tokens: slice, width: int
+) -> tuple[Tensor, Tensor]:
+    """Rows of `merged_indices` without the window's first keys, which were not computed, behind ``width`` entries."""
+    prefill, ratio = slice(step.num_decode_tokens, None), layer.compress_ratio
+    entries = (step.positions[prefill][tokens] + 1) // max(ratio, 1) * (ratio > 0)
+    missing = step.missing_keys(layer.window_size)[prefill][tokens]
+    return without_columns(rows.indices, entries.clamp(max=width), missing), rows.lens
 
 
 def _prefill_topk(layer: AttentionLayer, step: StepMetadata) -> Tensor:

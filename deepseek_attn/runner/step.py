@@ -170,7 +170,8 @@ class EagerStep:
     def _greedy(self, counts: list[int]) -> torch.Tensor:
         if self._last_tokens is None or self._last_tokens[0] != counts:
             logits = self.logits(counts)
-            logits = some_restricted(logits, self._allowed) if self._allowed else logits
+            allowed = [mask for mask, count in zip(self._allowed, counts, strict=bool(self._allowed)) if count]
+            logits = some_restricted(logits, allowed) if any(allowed) else logits
             self._last_tokens = counts, greedy_tokens(logits)
         return self._last_tokens[1]
 

@@ -7,16 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepseek_attn.attention.layer import DeepseekV4MLAAttention, QueryInputs
+from deepseek_attn.attention.indexer import QueryProjections, query_linears
+from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
-from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.impls.metadata import StepMetadata, TrailingStep
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indexer import IndexQueries
 from deepseek_attn.kernels.insert import LatentAndKey, RawQueries, insert_tokens
 from deepseek_attn.layers.linear import multi_linear
 from deepseek_attn.layers.rope import RotaryTable
-from deepseek_attn.utils.tracing import traced
+from deepseek_attn.utils.torch_state import in_own_torch_state
+from deepseek_attn.utils.tracing import stage, traced
 from deepseek_attn.v41.compressor import LatentCompressor
 from deepseek_attn.v41.indexer import SharedKeyIndexer
 
@@ -84,19 +86,30 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
             self.compressor.store(self.indexer.keys(latents), self.indexer.pool, step)
         return rows
 
-    def write(self, x: Tensor, positions: Tensor, step: StepMetadata) -> None:
-        """Writes the keys and entries of ``x [T, hidden_size]``, and attends with none of its rows."""
-        self.insert(self.project(x), positions, step, None)
+    @traced("attention")
+    @in_own_torch_state
+    def forward_trailing(self, x: Tensor, step: StepMetadata, trailing: TrailingStep) -> Tensor | None:
+        """`forward` with the queries of some rows alone; keys and entries are made of all rows.
 
-    def attend(self, inputs: QueryInputs, positions: Tensor, step: StepMetadata) -> Tensor:
-        """`DeepseekV4MLAAttention.attend`, of the trailing rows alone where the layer makes entries of all rows."""
-        trailing = step.trailing
-        if trailing is not None and trailing.queries_only and trailing.layer == self.spec.index:
-            self.step = step = trailing.begin(step.results)
-            positions, index_weights = step.positions, inputs.index_weights
-            index_weights = None if index_weights is None else trailing.take(index_weights)
-            inputs = QueryInputs(trailing.take(inputs.qr), None, trailing.take(inputs.kv), index_weights)
-        return super().attend(inputs, positions, step)
+        Args:
+            x: ``[T, hidden_size]`` of the step's rows; trailing: the rows with queries.
+
+        Returns:
+            ``[T', hidden_size]`` of these rows; None if there are none.
+        """
+        self.step = step
+        with stage("project"):
+            inputs = self.project(x)
+        qr, kv = self.insert(inputs, step.positions, step, None)
+        if trailing.step is None:
+            return None
+        self.step = step = trailing.begin(step.results)
+        qr, kv, positions, weights = trailing.take(qr), trailing.take(kv), step.positions, inputs.index_weights
+        inputs = V41Projections(qr, kv, [], None if weights is None else trailing.take(weights))
+        linears = query_linears(self.wq_b, self.indexer, step)
+        with stage("project"):
+            queries = self.queries(QueryProjections(*multi_linear(qr, linears)), inputs, positions)
+        return self.attend(queries, kv, positions, step)
 
     def check_sources(self, step: StepMetadata) -> None:
         """RuntimeError unless the layers whose results this one reads have computed the step, in the model's order."""

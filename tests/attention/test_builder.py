@@ -406,7 +406,7 @@ FIELDS = {
         "seq_lens", "seq_lens_cpu", "num_decodes", "num_decode_tokens", "max_query_len", "decode_query_len",
         "prefill_seq_lens", "prefill_seq_lens_cpu", "prefill_gather_lens", "prefill_gather_lens_cpu",
         "prefill_entry_lens", "block_tables", "swa", "sparse", "compressor", "engram", "batch", "observer",
-        "on_selection", "results",
+        "on_selection", "window_starts", "trailing", "results",
     },
     DeepseekSparseSWAMetadata: {
         "block_table", "slot_mapping", "block_size", "decode_swa_indices", "decode_swa_lens",
