@@ -21,7 +21,7 @@ from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
-from deepseek_attn.kernels.common.row_ops import row_block
+from deepseek_attn.kernels.common.rows import row_block
 
 V41_PAIR = {"fp8_v41", "fp4_v41"}  # the only records that one launch reads together
 

@@ -183,7 +183,7 @@ def _store_quantized(value, work, tiles, raw_q, SHAPE: gl.constexpr):
     last = (gl.arange(0, 2, layout=gl.SliceLayout(1, TABLE)) == 1)[:, None]
     cos = gl.where(last, cos, 1.0)[None, :, :]
     sin = gl.where(last, sin, 0.0)[None, :, :]
-    # as in `row_ops.rotated_back`
+    # as in `row_ops_triton.rotated_back`
     real = gl.where(sin == 0, first * cos, first * cos + second * sin)
     imaginary = gl.where(sin == 0, second * cos, second * cos - first * sin)
     upper1 = gl.join(real, imaginary).reshape([64, 2, 64]).to(SHAPE.DTYPE).to(gl.float32)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from deepseek_attn.kernels.attention.types import EntryLayout
-from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0, quantize_pairs
-from deepseek_attn.kernels.common.row_ops import pdl_begin, rotated_back, rotated_rows, round_to
+from deepseek_attn.kernels.common.fp8_triton import decode_e2m1, decode_e4m3, decode_e8m0, quantize_pairs
+from deepseek_attn.kernels.common.row_ops_triton import pdl_begin, rotated_back, rotated_rows, round_to
 from deepseek_attn.kernels.common.triton_types import LOG2E
 
 LN2 = tl.constexpr(0.6931471805599453)

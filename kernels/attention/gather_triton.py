@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0
-from deepseek_attn.kernels.common.row_ops import round_to
+from deepseek_attn.kernels.common.fp8_triton import decode_e2m1, decode_e4m3, decode_e8m0
+from deepseek_attn.kernels.common.row_ops_triton import round_to
 
 
 class GatherRows(NamedTuple):

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from deepseek_attn.kernels.collectives import types
-from deepseek_attn.kernels.common.row_ops import pdl_begin
+from deepseek_attn.kernels.common.row_ops_triton import pdl_begin
 
 _WORD_BYTES = tl.constexpr(types.WORD_BYTES)
 _SLOTS = tl.constexpr(types.SLOTS)

@@ -11,7 +11,7 @@ _INFINITY_BITS = gl.constexpr(0x7F800000)
 
 @gluon.jit
 def fp8_scales(amax, POW2: gl.constexpr):
-    """Scales of FP8 groups as in `kernels.common.fp8.group_scales`: to divide by, inverse if ``POW2``, and to store.
+    """Scales of FP8 groups as in `fp8_triton.group_scales`: to divide by, inverse if ``POW2``, and to store.
 
     ``amax`` holds the bits of the largest magnitudes: on these, a NaN is larger than every number. The scale to store
     is NaN where a group holds a NaN or an infinity.

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.fp8 import decode_e4m3, decode_e8m0
-from deepseek_attn.kernels.common.row_ops import pdl_begin
+from deepseek_attn.kernels.common.fp8_triton import decode_e4m3, decode_e8m0
+from deepseek_attn.kernels.common.row_ops_triton import pdl_begin
 
 
 class EngramGate(NamedTuple):

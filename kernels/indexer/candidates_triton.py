@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.row_ops import pdl_begin
+from deepseek_attn.kernels.common.row_ops_triton import pdl_begin
 from deepseek_attn.kernels.indexer.scores_triton import key_operands, query_operands, score_keys
 
 

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.fp8 import inverse_pow2, pow2_ceil, quantize_e4m3, round_e2m1
-from deepseek_attn.kernels.common.row_ops import hadamard_rows, pdl_begin, rotated_rows
+from deepseek_attn.kernels.common.fp8_triton import inverse_pow2, pow2_ceil, quantize_e4m3, round_e2m1
+from deepseek_attn.kernels.common.row_ops_triton import hadamard_rows, pdl_begin, rotated_rows
 from deepseek_attn.kernels.insert.norm_rope_triton import norm_heads
 from deepseek_attn.kernels.latent.absorb_triton import absorb_head
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.row_ops import pdl_begin
+from deepseek_attn.kernels.common.row_ops_triton import pdl_begin
 
 _LOWEST = tl.constexpr(-(2**31))  # lower than the key of any score: marks columns that are not candidates
 _EVEN_ROUNDS = tl.constexpr(8)  # rounds that halve the range of high scores, before the search over keys

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.row_ops import (
+from deepseek_attn.kernels.common.row_ops_triton import (
     EntryFormat,
     hadamard_rows,
     normed_rows,

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.fp8 import group_scales, quantize_e4m3, scaled
-from deepseek_attn.kernels.common.row_ops import (
+from deepseek_attn.kernels.common.fp8_triton import group_scales, quantize_e4m3, scaled
+from deepseek_attn.kernels.common.row_ops_triton import (
     EntryFormat,
     hadamard_rows,
     normed_rows,

@@ -23,7 +23,7 @@ from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.plans import KernelPlan, RowsProblem, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.records import check_pool
-from deepseek_attn.kernels.common.row_ops import entry_format, fp8_rows, row_block
+from deepseek_attn.kernels.common.rows import entry_format, fp8_rows, row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.insert.compress_triton import (
     BatchArguments,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.row_ops import rotated_rows, round_to, row_cos_sin
+from deepseek_attn.kernels.common.row_ops_triton import rotated_rows, round_to, row_cos_sin
 from deepseek_attn.kernels.latent.weights_triton import (
     LatentWeightRows,
     WeightStrides,

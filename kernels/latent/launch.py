@@ -11,7 +11,7 @@ from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
 from deepseek_attn.kernels.common.plans import cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
-from deepseek_attn.kernels.common.row_ops import fp8_rows, row_block
+from deepseek_attn.kernels.common.rows import fp8_rows, row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.latent.absorb_triton import (
     AbsorbArguments,

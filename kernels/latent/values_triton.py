@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.row_ops import Fp8Rows, round_to, store_fp8_groups
+from deepseek_attn.kernels.common.row_ops_triton import Fp8Rows, round_to, store_fp8_groups
 from deepseek_attn.kernels.latent.weights_triton import (
     LatentWeightRows,
     WeightStrides,

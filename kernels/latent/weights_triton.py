@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.fp8 import decode_e4m3
-from deepseek_attn.kernels.common.row_ops import round_to
+from deepseek_attn.kernels.common.fp8_triton import decode_e4m3
+from deepseek_attn.kernels.common.row_ops_triton import round_to
 
 # the interpreter multiplies float32: its bfloat16 products differ from a GPU's
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)

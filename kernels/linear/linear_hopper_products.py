@@ -294,7 +294,7 @@ def _store(total, out_ptr, out_stride, quantized_output, part, POW2: gl.constexp
         values += (value.to(gl.float32),)
     if quantized_output.q is not None:
         gl.static_assert(PARTS == 2)
-        # as in `kernels.common.fp8.quantize_groups`; on the bits, a NaN is larger than every number
+        # as in `kernels.common.fp8_triton.quantize_groups`; on the bits, a NaN is larger than every number
         amax = gl.maximum(
             gl.max(values[0].to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0),
             gl.max(values[1].to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0),

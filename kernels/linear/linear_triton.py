@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.fp8 import decode_e4m3, quantize_groups
+from deepseek_attn.kernels.common.fp8_triton import decode_e4m3, quantize_groups
 from deepseek_attn.kernels.linear.plan import WeightTiles
 
 

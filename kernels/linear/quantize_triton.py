@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.fp8 import quantize_pairs
-from deepseek_attn.kernels.common.row_ops import pdl_begin, rotated_back
+from deepseek_attn.kernels.common.fp8_triton import quantize_pairs
+from deepseek_attn.kernels.common.row_ops_triton import pdl_begin, rotated_back
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.fp8 import decode_e4m3, quantize_groups
+from deepseek_attn.kernels.common.fp8_triton import decode_e4m3, quantize_groups
 
 FP4_BIAS = 64  # FP4 weights are held as 2**-64 of their value, which keeps them in the range of bfloat16
 _FP4_FACTOR = tl.constexpr(2.0**FP4_BIAS)

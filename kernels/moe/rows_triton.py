@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.fp8 import quantize_groups
+from deepseek_attn.kernels.common.fp8_triton import quantize_groups
 
 
 class RowRouting(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.row_ops import pdl_begin
+from deepseek_attn.kernels.common.row_ops_triton import pdl_begin
 
 
 class NormRows(NamedTuple):

@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.device import fp8_view
-from deepseek_attn.kernels.common.fp8 import (
+from deepseek_attn.kernels.common.fp8_triton import (
     decode_e4m3,
     e4m3_scales,
     pow2_scales,
@@ -25,9 +23,6 @@ from deepseek_attn.kernels.common.fp8 import (
     quantize_e4m3,
     quantize_groups,
 )
-from deepseek_attn.kernels.common.quant import QuantizedRows
-from deepseek_attn.kernels.common.records import CacheRecord, check_pool
-from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 RECORDS = ("plain", "fp8_v4", "index_fp8", "index_fp4", "fp8_v41", "fp4_v41")  # in device code by position
 _PLAIN, _FP8_V4, _INDEX_FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -219,14 +214,6 @@ class Fp8Rows(NamedTuple):
     scale_stride: int
 
 
-def fp8_rows(buffers: QuantizedRows | None) -> Fp8Rows | None:
-    """Buffers as kernel arguments; None without buffers."""
-    if buffers is None:
-        return None
-    values, scale = buffers.values, buffers.scale
-    return Fp8Rows(fp8_view(values), values.stride(0), scale, scale.stride(1))
-
-
 @triton.jit
 def store_fp8_groups(groups, codes, scales, inside, groups_inside, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """Quantises ``groups [G, n]`` of float32, each with a scale, and stores codes and scales.
@@ -236,36 +223,6 @@ def store_fp8_groups(groups, codes, scales, inside, groups_inside, POW2: tl.cons
     code, scale = quantize_groups(groups, POW2, NATIVE_FP8, codes.dtype.element_ty)
     tl.store(codes, code, mask=inside)
     tl.store(scales, scale, mask=groups_inside)
-
-
-def entry_format(record: CacheRecord, pool: Tensor, page_entries: int) -> EntryFormat:
-    """Constants of `store_rows` for a pool.
-
-    Raises:
-        ValueError: a record or a pool that is not supported.
-    """
-    if record.name not in RECORDS:
-        raise ValueError(f"records that are written are {', '.join(RECORDS)}, got {record.name!r}")
-    dtype = record.dtype if record.name == "plain" else torch.bfloat16
-    unit = {"plain": dtype.itemsize, "fp8_v4": 2, "index_fp8": 4}.get(record.name, 1)
-    check_pool(record, pool, page_entries, unit)
-    nope = record.nope_dim if record.name == "fp8_v4" else record.dim
-    return EntryFormat(page_entries, record.dim, nope, RECORDS.index(record.name), TRITON_DTYPES[dtype])
-
-
-def row_block(dim: int, cos_sin: Tensor) -> int:
-    """Tile width for rows of ``dim`` channels; checks that pairs can be rotated.
-
-    Raises:
-        ValueError: an odd number of channels, or more rotated ones than there are.
-    """
-    rope = cos_sin.shape[1]
-    if dim % 2 or rope % 2 or rope > dim or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
-        raise ValueError(
-            f"rows of {dim} channels with {rope} rotated ones: both must be even, and cos_sin a contiguous float32 "
-            f"table [positions, rotated channels], got {cos_sin.dtype} {tuple(cos_sin.shape)}"
-        )
-    return max(64, triton.next_power_of_2(dim))
 
 
 @triton.jit

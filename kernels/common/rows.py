@@ -1,0 +1,51 @@
+"""Arguments and constants of the device code in `row_ops_triton`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.common.device import fp8_view
+from deepseek_attn.kernels.common.plans import next_power_of_2
+from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.records import CacheRecord, check_pool
+from deepseek_attn.kernels.common.row_ops_triton import RECORDS, EntryFormat, Fp8Rows
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+
+
+def fp8_rows(buffers: QuantizedRows | None) -> Fp8Rows | None:
+    """Buffers as kernel arguments; None without buffers."""
+    if buffers is None:
+        return None
+    values, scale = buffers.values, buffers.scale
+    return Fp8Rows(fp8_view(values), values.stride(0), scale, scale.stride(1))
+
+
+def entry_format(record: CacheRecord, pool: Tensor, page_entries: int) -> EntryFormat:
+    """Constants of `store_rows` for a pool.
+
+    Raises:
+        ValueError: a record or a pool that is not supported.
+    """
+    if record.name not in RECORDS:
+        raise ValueError(f"records that are written are {', '.join(RECORDS)}, got {record.name!r}")
+    dtype = record.dtype if record.name == "plain" else torch.bfloat16
+    unit = {"plain": dtype.itemsize, "fp8_v4": 2, "index_fp8": 4}.get(record.name, 1)
+    check_pool(record, pool, page_entries, unit)
+    nope = record.nope_dim if record.name == "fp8_v4" else record.dim
+    return EntryFormat(page_entries, record.dim, nope, RECORDS.index(record.name), TRITON_DTYPES[dtype])
+
+
+def row_block(dim: int, cos_sin: Tensor) -> int:
+    """Tile width for rows of ``dim`` channels; checks that pairs can be rotated.
+
+    Raises:
+        ValueError: an odd number of channels, or more rotated ones than there are.
+    """
+    rope = cos_sin.shape[1]
+    if dim % 2 or rope % 2 or rope > dim or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
+        raise ValueError(
+            f"rows of {dim} channels with {rope} rotated ones: both must be even, and cos_sin a contiguous float32 "
+            f"table [positions, rotated channels], got {cos_sin.dtype} {tuple(cos_sin.shape)}"
+        )
+    return max(64, next_power_of_2(dim))
