@@ -12,16 +12,13 @@ Fleets belong to vLLM or SGLang, which run on this library's kernels by its plug
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,103 +29,66 @@ from deepseek_attn.engine.request import Completion, RequestFailed
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.runner.logprobs import TokenLogprobs
 from deepseek_attn.text.chat import ChatOptions
-from deepseek_attn.text.tokenizer import REPLACEMENT
+from deepseek_attn.text.tokenizer import REPLACEMENT, Tokenizer
+
+try:
+    import uvicorn  # pyright: ignore[reportMissingImports]  # the extra serve
+    from anyio.to_thread import current_default_thread_limiter, run_sync
+    from starlette.applications import Starlette  # pyright: ignore[reportMissingImports]  # the extra serve
+    from starlette.requests import Request  # pyright: ignore[reportMissingImports]  # the extra serve
+    from starlette.responses import JSONResponse, Response, StreamingResponse  # pyright: ignore[reportMissingImports]  # the extra serve
+    from starlette.routing import Route  # pyright: ignore[reportMissingImports]  # the extra serve
+except ImportError as missing:
+    sys.exit(f"{missing}: pip install 'deepseek-attn[serve]'")
 
 SAMPLING = {field.name for field in fields(SamplingParams)} - {"logits_processors", "prompt_logprobs"}
+OTHERS = {"model", "stream", "stream_options", "max_completion_tokens", "top_logprobs"}
 IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls"}  # nothing follows from them
 
 
-class Endpoint:
-    """Answers the bodies of requests for the model ``name``."""
-
-    def __init__(self, llm: LLM, name: str):
-        self.llm, self.name = llm, name
-
-    def completions(self, body: dict[str, Any]) -> tuple[list[Completion], TextStream | None]:
-        """Completions of all prompts, or the stream of the only one. ValueError: the request is wrong."""
-        params, prompt = self._params(body, {"prompt"}), body.get("prompt")
-        if prompt is None:
-            raise ValueError("prompt is missing")
-        if not body.get("stream"):
-            return self.llm.generate(prompt, params), None
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            [prompt] = prompt
-        return [], self.llm.stream(prompt, params)
-
-    def chat(self, body: dict[str, Any]) -> tuple[list[Completion], TextStream | None]:
-        """The same for a conversation."""
-        top = body.pop("top_logprobs", None) or 0
-        body["logprobs"] = top if body.get("logprobs") else None
-        params = self._params(body, {"messages", *ChatOptions.__annotations__})
-        options = {key: body[key] for key in ChatOptions.__annotations__ if body.get(key) is not None}
+def ask(llm: LLM, name: str, body: dict[str, Any], chat: bool) -> list[Completion] | TextStream:
+    """All completions, or the stream of a single one. ValueError: the request is wrong."""
+    if body.get("model") not in (None, name):
+        raise ValueError(f"model {body['model']!r:.80} is not here: the only one is {name!r}")
+    known = SAMPLING | OTHERS | IGNORED | ({"messages", *ChatOptions.__annotations__} if chat else {"prompt"})
+    given = {key: value for key, value in body.items() if value is not None}
+    if unknown := sorted(key for key, value in given.items() if value and key not in known):
+        raise ValueError(f"not supported: {', '.join(unknown)}; supported are {', '.join(sorted(known))}")
+    if chat:
+        given["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
+    given["max_tokens"] = given.get("max_completion_tokens") or given.get("max_tokens")
+    params, stream = SamplingParams(**{key: given[key] for key in SAMPLING & given.keys()}), bool(given.get("stream"))
+    if chat:
+        options: Any = {key: given[key] for key in ChatOptions.__annotations__.keys() & given.keys()}
         if isinstance(options.get("thinking"), dict):  # as in DeepSeek's API
             options["thinking"] = options["thinking"].get("type") == "enabled"
-        messages: Any = body.get("messages")  # which `LLM` checks
-        if body.get("stream"):
-            return [], self.llm.chat(messages, params, stream=True, **options)
-        return [self.llm.chat(messages, params, **options)], None
-
-    def _params(self, body: dict[str, Any], keys: set[str]) -> SamplingParams:
-        if body.get("model") not in (None, self.name):
-            raise ValueError(f"model {body['model']!r:.80} is not here: the only one is {self.name!r}")
-        known = {*SAMPLING, *keys, *IGNORED, "model", "stream", "stream_options", "max_completion_tokens"}
-        unknown = sorted(key for key, value in body.items() if value and key not in known)
-        if unknown:
-            raise ValueError(f"not supported: {', '.join(unknown)}; supported are {', '.join(sorted(known))}")
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        given: dict[str, Any] = {key: body[key] for key in SAMPLING if body.get(key) is not None}
-        given["max_tokens"] = limit
-        return SamplingParams(**given)
-
-    def logprobs(self, found: TokenLogprobs | None, chat: bool) -> dict[str, Any] | None:
-        """Log-probabilities in the form of chats, or of completions; a token that is no text by itself has its id."""
-        tokenizer = self.llm.tokenizer
-        if found is None or tokenizer is None:
-            return None
-        text = {i: tokenizer.decode([i]) for one in found for i in (one.token_id, *one.top)}
-        parts = {i for i in text if not text[i] or REPLACEMENT in text[i]}
-        text |= {i: f"token_id:{i}" for i in parts}
-        if not chat:
-            return {
-                "tokens": [text[one.token_id] for one in found],
-                "token_logprobs": [one.logprob for one in found],
-                "top_logprobs": [{text[i]: logprob for i, logprob in one.top.items()} for one in found],
-            }
-
-        def entry(i: int, logprob: float) -> dict[str, Any]:
-            return {"token": text[i], "logprob": logprob, "bytes": None if i in parts else list(text[i].encode())}
-
-        tokens = [
-            entry(one.token_id, one.logprob) | {"top_logprobs": [entry(*item) for item in one.top.items()]}
-            for one in found
-        ]
-        return {"content": tokens, "refusal": None}
+        found: Any = llm.chat(given.get("messages", []), params, stream=stream, **options)
+        return found if stream else [found]
+    prompt = given.get("prompt", [])
+    single = isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int)
+    return llm.stream(prompt[0] if single else prompt, params) if stream else llm.generate(prompt, params)
 
 
-def head(kind: str, name: str) -> dict[str, Any]:
-    return {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": name}
+def logprobs(found: TokenLogprobs | None, tokenizer: Tokenizer | None, chat: bool) -> dict[str, Any] | None:
+    """Log-probabilities in the form of chats, or of completions; a token that is no text by itself has its id."""
+    if found is None or tokenizer is None:
+        return None
 
+    def entry(i: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([i])
+        part = not text or REPLACEMENT in text
+        encoded = None if part else list(text.encode())
+        return {"token": f"token_id:{i}" if part else text, "logprob": logprob, "bytes": encoded}
 
-def usage(completions: list[Completion]) -> dict[str, Any]:
-    prompt = sum(len(completion.prompt_token_ids) for completion in completions)
-    generated = sum(len(output.token_ids) for completion in completions for output in completion.outputs)
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
-
-
-def ended(completion: Completion, chat: bool) -> str:
-    """OpenAI's reason for the end."""
-    calls = chat and completion.finish_reason == "stop" and completion.tool_calls
-    return "tool_calls" if calls else completion.finish_reason
-
-
-def message(completion: Completion) -> dict[str, Any]:
-    calls = completion.message.get("tool_calls", [])
-    unique = [call | {"id": call_id()} for call in calls]
-    return completion.message | ({"tool_calls": unique} if unique else {})
-
-
-def call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+    tops = [[entry(*item) for item in one.top.items()] for one in found]
+    tokens = [entry(one.token_id, one.logprob) for one in found]
+    if chat:
+        return {"content": [token | {"top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]}
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": [{one["token"]: one["logprob"] for one in top} for top in tops],
+    }
 
 
 def deltas(stream: TextStream) -> Iterator[dict[str, Any]]:
@@ -138,104 +98,109 @@ def deltas(stream: TextStream) -> Iterator[dict[str, Any]]:
     for part, piece in stream.parts():
         if part == "tool_call":
             index += 1
-            function = {"name": piece, "arguments": ""}
-            yield {"tool_calls": [{"index": index, "id": call_id(), "type": "function", "function": function}]}
+            named = {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
+            yield {"tool_calls": [named | {"function": {"name": piece, "arguments": ""}}]}
         elif part == "arguments":
             yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
         else:
             yield {"reasoning_content" if part == "reasoning" else "content": piece}
 
 
-def make_app(llm: LLM, name: str) -> Any:
-    """The ASGI application."""
-    from starlette.applications import Starlette  # pyright: ignore[reportMissingImports]  # the extra serve
-    from starlette.requests import Request  # pyright: ignore[reportMissingImports]  # the extra serve
-    from starlette.responses import JSONResponse, Response, StreamingResponse  # pyright: ignore[reportMissingImports]  # the extra serve
-    from starlette.routing import Route  # pyright: ignore[reportMissingImports]  # the extra serve
+def message(completion: Completion) -> dict[str, Any]:
+    calls = [call | {"id": f"call_{uuid.uuid4().hex}"} for call in completion.message.get("tool_calls", [])]
+    return completion.message | ({"tool_calls": calls} if calls else {})
 
-    endpoint = Endpoint(llm, name)
 
-    def refused(error: Exception, status: int) -> dict[str, Any]:
-        kind = "invalid_request_error" if status == 400 else "server_error"
-        return {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
+def ended(completion: Completion, chat: bool) -> str:
+    """OpenAI's reason for the end."""
+    calls = chat and completion.finish_reason == "stop" and completion.tool_calls
+    return "tool_calls" if calls else completion.finish_reason
 
-    async def events(stream: TextStream, body: dict[str, Any], chat: bool) -> AsyncIterator[str]:
-        """Server-sent events of a stream; it is cancelled when the client goes away."""
-        kind = "chat.completion.chunk" if chat else "text_completion"
-        first, sent = head(kind, name), 0
-        pieces = deltas(stream) if chat else stream
 
-        def chunk(piece: Any, reason: str | None = None) -> str:
+def usage(completions: list[Completion]) -> dict[str, int]:
+    prompt = sum(len(completion.prompt_token_ids) for completion in completions)
+    generated = sum(len(output.token_ids) for completion in completions for output in completion.outputs)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def refused(error: Exception) -> dict[str, Any]:
+    kind = "server_error" if isinstance(error, RequestFailed) else "invalid_request_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
+
+
+def make_app(llm: LLM, name: str) -> Starlette:
+    """The ASGI application; ``name``: of the model."""
+
+    def head(kind: str) -> dict[str, Any]:
+        return {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": name}
+
+    async def events(stream: TextStream, with_usage: bool, chat: bool) -> AsyncIterator[str]:
+        """Server-sent events; the stream is cancelled when the client goes away."""
+        first, sent = head("chat.completion.chunk" if chat else "text_completion"), 0
+
+        def chunk(piece: Any, reason: str | None = None) -> dict[str, Any]:
             nonlocal sent
-            choice = {"index": 0, "delta" if chat else "text": piece, "finish_reason": reason, "logprobs": None}
-            if (all_found := stream.completion.logprobs) is not None:
-                found = all_found[sent:]
-                choice["logprobs"], sent = endpoint.logprobs(found, chat), sent + len(found)
-            return event(first | {"choices": [choice]})
+            known = stream.completion.logprobs
+            new, sent = None if known is None else known[sent:], 0 if known is None else len(known)
+            choice = {"index": 0, "finish_reason": reason, "logprobs": logprobs(new, llm.tokenizer, chat)}
+            return first | {"choices": [choice | {"delta" if chat else "text": piece}]}
+
+        def chunks() -> Iterator[dict[str, Any]]:
+            try:
+                yield from map(chunk, deltas(stream) if chat else stream)
+            except RequestFailed as error:
+                yield refused(error)
+                return
+            yield chunk({} if chat else "", ended(stream.completion, chat))
+            if with_usage:
+                yield first | {"choices": [], "usage": usage([stream.completion])}
 
         try:
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                yield chunk(piece)
-            completion = stream.completion
-            yield chunk({} if chat else "", ended(completion, chat))
-            if (body.get("stream_options") or {}).get("include_usage"):
-                yield event(first | {"choices": [], "usage": usage([completion])})
-        except RequestFailed as error:
-            yield event(refused(error, 500))
+            found = chunks()
+            while (each := await run_sync(next, found, None)) is not None:
+                yield f"data: {json.dumps(each, ensure_ascii=False)}\n\n"
+            yield "data: [DONE]\n\n"
         finally:
             stream.close()
-        yield "data: [DONE]\n\n"
 
-    def answer(chat: bool) -> Callable[[Request], Any]:
-        async def handle(request: Request) -> Response:
-            try:
-                body = await request.json()
-                if not isinstance(body, dict):
-                    raise ValueError(f"the body must be a JSON object, got {type(body).__name__}")
-                asked = endpoint.chat if chat else endpoint.completions
-                found, stream = await asyncio.to_thread(asked, dict(body))
-            except (ValueError, TypeError, OverflowError) as error:
-                return JSONResponse(refused(error, 400), 400)
-            if stream is not None:
-                return StreamingResponse(events(stream, body, chat), media_type="text/event-stream")
-            outputs = [output for completion in found for output in completion.outputs]
-            failed = [output.error for output in outputs if output.error]
-            if failed:
-                return JSONResponse(refused(RequestFailed(failed[0]), 500), 500)
-            choices = [
-                {
-                    "index": i,
-                    **({"message": message(output)} if chat else {"text": output.text}),
-                    "logprobs": endpoint.logprobs(output.logprobs, chat),
-                    "finish_reason": ended(output, chat),
-                }
-                for i, output in enumerate(outputs)
-            ]
-            kind = "chat.completion" if chat else "text_completion"
-            return JSONResponse(head(kind, name) | {"choices": choices, "usage": usage(found)})
-
-        return handle
+    async def answer(request: Request) -> Response:
+        body, chat = await request.json(), "chat" in request.url.path
+        if not isinstance(body, dict):
+            raise ValueError(f"the body must be a JSON object, got {type(body).__name__}")
+        found = await run_sync(ask, llm, name, body, chat)
+        if isinstance(found, TextStream):
+            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            return StreamingResponse(events(found, with_usage, chat), media_type="text/event-stream")
+        outputs = [output for completion in found for output in completion.outputs]
+        if failed := [output.error for output in outputs if output.error]:
+            raise RequestFailed(failed[0])
+        choices = [
+            {
+                "index": i,
+                **({"message": message(output)} if chat else {"text": output.text}),
+                "logprobs": logprobs(output.logprobs, llm.tokenizer, chat),
+                "finish_reason": ended(output, chat),
+            }
+            for i, output in enumerate(outputs)
+        ]
+        kind = "chat.completion" if chat else "text_completion"
+        return JSONResponse(head(kind) | {"choices": choices, "usage": usage(found)})
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "deepseek-attn"}]})
 
+    async def refuse(request: Request, error: Exception) -> Response:
+        return JSONResponse(refused(error), 500 if isinstance(error, RequestFailed) else 400)
+
     @asynccontextmanager
     async def threads(app: Starlette) -> AsyncIterator[None]:
         """A thread for each request that can run, and some for those that wait."""
-        workers = 2 * llm.runner.layout.max_num_seqs + 4
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(workers, "request"))
+        current_default_thread_limiter().total_tokens = 2 * llm.runner.layout.max_num_seqs + 4
         yield
 
-    routes = [
-        Route("/v1/models", models),
-        Route("/v1/completions", answer(chat=False), methods=["POST"]),
-        Route("/v1/chat/completions", answer(chat=True), methods=["POST"]),
-    ]
-    return Starlette(routes=routes, lifespan=threads)
-
-
-def event(fields: dict[str, Any]) -> str:
-    return f"data: {json.dumps(fields, ensure_ascii=False)}\n\n"
+    routes = [Route(f"/v1/{path}completions", answer, methods=["POST"]) for path in ("", "chat/")]
+    handlers = dict.fromkeys((ValueError, TypeError, OverflowError, RequestFailed), refuse)
+    return Starlette(routes=[Route("/v1/models", models), *routes], exception_handlers=handlers, lifespan=threads)
 
 
 def main() -> int:
@@ -249,11 +214,6 @@ def main() -> int:
     args = parser.parse_args()
     try:
         check_bounds(args)
-        missing = [package for package in ("starlette", "uvicorn") if find_spec(package) is None]
-        if missing:
-            raise ValueError(f"{' and '.join(missing)} not installed: pip install 'deepseek-attn[serve]'")
-        import uvicorn  # pyright: ignore[reportMissingImports]  # the extra serve
-
         with LLM(args.model or default_checkpoint(), speculate=args.speculate, **runner_options(args)) as llm:
             hub = args.model is not None and not Path(args.model).exists()
             app = make_app(llm, str(args.name or (args.model if hub else llm.directory.name)))
