@@ -43,7 +43,10 @@ def device() -> torch.device:
 def seed(request: pytest.FixtureRequest) -> int:
     """Seeds torch from the test's id, so that each case can be repeated alone."""
     value = int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "little")
-    torch.manual_seed(value)
+    if os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu") == "cpu":
+        torch.default_generator.manual_seed(value)  # torch.manual_seed formats a stack trace for each kind of GPU
+    else:
+        torch.manual_seed(value)
     return value
 
 
@@ -156,7 +159,8 @@ def report() -> Iterator[Report]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Writes the errors of all tests to the file named by ``DEEPSEEK_ATTN_GPU_RESULTS``; a worker passes its on."""
-    gc.unfreeze()  # else objects of Triton outlive it, which it reports
+    gc.freeze()  # pytest collects garbage twice from here on
+    atexit.register(gc.unfreeze)  # else objects of Triton outlive it, which it reports
     worker = getattr(session.config, "workeroutput", None)
     if worker is not None:
         worker["report"] = [tuple(case) for case in EVERYTHING]

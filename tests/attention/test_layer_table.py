@@ -7,6 +7,7 @@ tell what was stored. Expectations are closed forms in float64.
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -173,8 +174,9 @@ def test_scale_and_sink(stack, ratio):
     assert_close(output[0, : len(expected)], expected, 1e-5)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1], ids=["prefill", "decode"])
-@pytest.mark.parametrize("window", tiered([1, 16, 64, 128], [1, 128]))
+@pytest.mark.parametrize(
+    ("window", "chunk_size"), tiered(product([1, 16, 64, 128], [None, 1]), [(1, 1), (16, 1), (128, None)])
+)
 def test_window_includes_the_query_itself(window, chunk_size):
     """A key at distance ``window`` has no weight at all, one at ``window - 1`` has."""
     config = small_config([0], sliding_window=window, hidden_size=64, quantization_config=None)
@@ -189,8 +191,9 @@ def test_window_includes_the_query_itself(window, chunk_size):
         assert same == (distance >= window), f"distance {distance}"
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1], ids=["prefill", "decode"])
-@pytest.mark.parametrize("ratio", tiered([4, 16, 128], [4, 128]))
+@pytest.mark.parametrize(
+    ("ratio", "chunk_size"), tiered(product([4, 16, 128], [None, 1]), [(4, 1), (16, 1), (128, None)])
+)
 def test_an_entry_is_visible_from_the_last_token_of_its_window(ratio, chunk_size):
     """Beyond the sliding window a token acts through its entry: from position ratio - 1 on, and not before."""
     config = small_config([ratio], sliding_window=1, hidden_size=64, quantization_config=None)

@@ -47,11 +47,14 @@ COMMANDS = {
     "bench layer --plot times.svg": "pip install 'deepseek-attn[experiments]'",
     "bench model --layers 0 --context 9 --batch 1 --repeats 1": "",
     "bench engine --batch 1 --drafts 1 --prompt 4 --tokens 12 --repeats 1": "",
+    "bench structured --device cpu --vocab 2000 --tokens 2": "pip install 'deepseek-attn[structured]'",
     "bench memory": "measures a GPU",
     "train --config tiny --text words.txt --steps 1 --batch 1 --seq-len 16 --mtp-steps 1": "",
     "experiment run experiment.json --out results": "",
     "experiment report experiment.json --out results": "",
 }
+# What only computes longer, in `make test-all` alone: other tests draw and time nothing without matplotlib.
+LONG = ("bench engine", "experiment")
 SMOKE = json.loads((ROOT / "configs" / "experiments" / "smoke.json").read_text(encoding="utf-8"))
 EXPERIMENT = {
     **{key: SMOKE[key] for key in ("name", "title", "base", "base_changes", "device")},
@@ -97,14 +100,17 @@ def test_optional_packages_are_not_found(tmp_path):
     assert run(tmp_path, "-c", code).split() == ["None"] * 3
 
 
-def test_every_command(tmp_path):
-    """Each in the given order, in one process; those of README too, as printed."""
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["quick", "all"])
+def test_every_command(tmp_path, everything):
+    """Each in the given order, in one process; with ``everything`` those of README too, as printed."""
     (tmp_path / "prompts.txt").write_text("It is\nShe was\n")
     (tmp_path / "ids.json").write_text("[[1, 2, 3]]")
     (tmp_path / "words.txt").write_text("one two three four five six seven eight nine ten " * 99)
     (tmp_path / "experiment.json").write_text(json.dumps(EXPERIMENT))
-    wanted = {tuple(shlex.split(line)): message for line, message in COMMANDS.items()}
-    wanted |= {tuple(words): "" for words in PRINTED}
+    lines = COMMANDS if everything else [line for line in COMMANDS if not line.startswith(LONG)]
+    wanted = {tuple(shlex.split(line)): COMMANDS[line] for line in lines}
+    if everything:
+        wanted |= {tuple(words): "" for words in PRINTED}
     lines = run(tmp_path, "-c", RUN_ALL, json.dumps([list(words) for words in wanted])).splitlines()
     problems = []
     for (words, message), line in zip(wanted.items(), lines, strict=True):

@@ -21,6 +21,7 @@ from tests.cache.manager_cases import (
     ring,
     used,
 )
+from tests.support.tiers import tiered
 
 
 @dataclass
@@ -138,6 +139,6 @@ class Fuzz:
     ],
     ids=["C4A_window13", "C4A_no_rollback", "C16A_window64"],
 )
-@pytest.mark.parametrize("seed", range(2))
-def test_random_operations(seed, options):
-    Fuzz(seed, **options).run(200)
+@pytest.mark.parametrize(("seed", "operations"), tiered([(0, 100), (1, 300)], [(0, 100)]))
+def test_random_operations(seed, operations, options):
+    Fuzz(seed, **options).run(operations)

@@ -75,7 +75,9 @@ LAYERS |= {f"pools of 2.2 GiB, {heads} heads": tiny(heads, 63, **HUGE) for heads
 LAYERS |= {"v4_flash": published("v4_flash", [0, 2, 3]), "v4_pro": published("v4_pro", [0, 2])}
 SMALL = {
     "short": tiny(8, 7, steps=SHORT, far=SHORT_FAR, spread=1 << 20),
-    "short serving": tiny(8, 7, steps=SHORT[:3], far={}, numerics="serving", limits=SERVING, source=RepeatingSource),
+    "short serving": tiny(
+        8, 7, steps=SHORT[:3], far={}, layers=[1, 2], numerics="serving", limits=SERVING, source=RepeatingSource
+    ),
 }
 
 
@@ -91,10 +93,11 @@ def test_layers(report, machine, backend, name, monkeypatch):
 def test_mistakes_are_found(device, monkeypatch):
     """The oracle with one mistake finds the same in a right layer: one key, one entry, or positions."""
 
+    drive = Drive.of(replace(SMALL["short"], layers=[0, 1]), "wrong", "reference", device, Report())
+
     def found(**mistakes) -> set[str]:
         torch.manual_seed(0)
-        report = Report()
-        drive = Drive.of(replace(SMALL["short"], layers=[0, 1]), "wrong", "reference", device, report)
+        drive.report = report = Report()
         drive.start(2)
         for name, mistake in mistakes.items():
             monkeypatch.setattr(V4LayerOracle, name, mistake)

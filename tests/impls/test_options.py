@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from deepseek_attn.cli import main
-from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.impls import DeepseekV4ReferenceSparseImpl, combine_phases, flow
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.runner.model_runner import ModelRunner
+from tests.support.small_models import two_layers
 
 PROMPTS = [[0, *range(5, 160)], [0, 7, 9], [0, *range(300, 220, -1)]]
 
 
-def runner(**options):
+def runner(config=None, **options):
     sizes = {"max_model_len": 200, "max_num_seqs": 4, "max_num_batched_tokens": 100}
-    return ModelRunner.from_config("tiny", device="cpu", **sizes, **options)
+    return ModelRunner.from_config(config or two_layers(), device="cpu", **sizes, **options)
 
 
 class Other(DeepseekV4ReferenceSparseImpl):
@@ -59,11 +59,11 @@ def test_one_impl_for_both_phases_is_itself():
     assert combine_phases(Other, Other) is Other
 
 
-@pytest.mark.parametrize("numerics", ["exact", "official"])
-def test_mixed_prefill_gathers_nothing_and_computes_the_same(monkeypatch, numerics):
+@pytest.mark.parametrize(("config", "numerics"), [(None, "exact"), ("tiny", "official")])
+def test_mixed_prefill_gathers_nothing_and_computes_the_same(monkeypatch, config, numerics):
     gathered, gather = [], flow.gather_keys
     monkeypatch.setattr(flow, "gather_keys", lambda *args: gathered.append(1) or gather(*args))
-    mixed, separate = (runner(fp8_mode=mode, numerics=numerics) for mode in ("mixed", "separate"))
+    mixed, separate = (runner(config, fp8_mode=mode, numerics=numerics) for mode in ("mixed", "separate"))
     assert mixed.workspace.nbytes() == 0 < separate.workspace.nbytes()
     results = []
     for machine in (mixed, separate):
@@ -74,7 +74,7 @@ def test_mixed_prefill_gathers_nothing_and_computes_the_same(monkeypatch, numeri
 
 
 def test_a_workspace_of_one_request_computes_the_same():
-    config = ModelConfig.from_preset("tiny")
+    config = two_layers()
     rows = -(-200 // min(s.ratio for s in config.layers if s.ratio)) + config.sliding_window + 100
     small, whole = runner(prefill_workspace_rows=rows), runner()
     assert small.workspace.nbytes() * 4 == whole.workspace.nbytes()

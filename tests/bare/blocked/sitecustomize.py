@@ -2,4 +2,4 @@
 
 import sys
 
-sys.modules |= dict.fromkeys(("triton", "flash_mla", "flashinfer", "transformers", "matplotlib", "ray"))
+sys.modules |= dict.fromkeys(("triton", "flash_mla", "flashinfer", "transformers", "matplotlib", "ray", "llguidance"))

@@ -29,7 +29,7 @@ def test_rows_of_an_engine(preset, layers, device):
     before = runner.manager.available_pages()
     prompts = list(random_prompts(config.vocab_size, 2, 20))
     base, one, two = time_engine(
-        runner, prompts, [DecodingVariant(), DecodingVariant(1), DecodingVariant(2)], 12, rounds=2
+        runner, prompts, [DecodingVariant(), DecodingVariant(1), DecodingVariant(2)], 8, rounds=2
     )
     assert runner.manager.available_pages() == before
     assert (runner.decode_query_len, runner.graphs is None) == (1, device.type == "cpu")
@@ -139,12 +139,12 @@ def test_replays_are_kept_in_order_and_only_in_the_context(monkeypatch):
 
 def test_command_on_random_weights(capsys):
     args = "bench engine --device cpu --model tiny_v32 --layers 1 --experts 16 --batch 1,2 --drafts 2 --prompt 20"
-    assert main([*args.split(), "--tokens", "12", "--repeats", "1", "--eager"]) == 0
+    assert main([*args.split(), "--tokens", "8", "--repeats", "1", "--eager"]) == 0
     lines = capsys.readouterr().out.splitlines()
     report = json.loads(lines[-1])
     assert len(lines) == 1 + 4 + 1  # no graphs here, so nothing to compare with eager steps
     assert [(row["batch"], row["drafts"]) for row in report["rows"]] == [(1, 0), (1, 2), (2, 0), (2, 2)]
-    assert (report["layers"], report["experts"], report["prompt"], report["tokens"]) == (1, 16, 20, 12)
+    assert (report["layers"], report["experts"], report["prompt"], report["tokens"]) == (1, 16, 20, 8)
     assert report["environment"]["packages"]["torch"]
 
 
@@ -161,11 +161,11 @@ def test_command_with_log_probabilities_and_structure(capsys):
 def test_masks_of_structures(capsys):
     """Each text is long enough, or ends; the vocabulary is as wide as the model's."""
     pytest.importorskip("llguidance", reason="pip install 'deepseek-attn[structured]'")
-    assert main(["bench", "structured", "--device", "cpu", "--vocab", "2000", "--tokens", "7"]) == 0
+    assert main(["bench", "structured", "--device", "cpu", "--vocab", "2000", "--tokens", "3"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row["structure"] for row in rows] == ["json_schema", "regex", "choices", "grammar"]
-    assert all(row["tokens"] <= 7 and 0 < row["allowed"] < 1 and row["apply_us"] > 0 for row in rows)
-    assert rows[1]["tokens"] == rows[2]["tokens"] == 7
+    assert all(row["tokens"] <= 3 and 0 < row["allowed"] < 1 and row["apply_us"] > 0 for row in rows)
+    assert rows[1]["tokens"] == rows[2]["tokens"] == 3
     with wide_tokenizer(2000) as tokenizer:
         assert len(tokenizer) == 2000
         assert tokenizer.decode(tokenizer.encode("grüße €\n")) == "grüße €\n"

@@ -13,11 +13,11 @@ from deepseek_attn.lab.training.state import TrainingState
 from tests.support.small_models import small_config
 
 TEXT = "The cat sat on the mat, and the dog lay by the door. " * 100
-SETTINGS = {"steps": 8, "seed": 0}
+SETTINGS = {"steps": 4, "seed": 0}
 
 
 def run(state=None, stop_at=None):
-    """A training of 8 steps and 4 of the MTP layer, stopped by Ctrl-C at a step whose loss is reported."""
+    """A training of 4 steps and 2 of the MTP layer, stopped by Ctrl-C at a step whose loss is reported."""
     small = {"vocab_size": 300, "hc_sinkhorn_iters": 2, "moe_intermediate_size": 32, "num_attention_heads": 2}
     config = small_config([0, 4], **small, num_nextn_predict_layers=1)
 
@@ -25,25 +25,25 @@ def run(state=None, stop_at=None):
         if step == stop_at:
             raise KeyboardInterrupt
 
-    task, mtp = TextTask.from_text(TEXT, vocab_size=300), MtpTraining(steps=4, depth=1)
-    return train(config, task, steps=8, batch=2, seq_len=24, mtp=mtp, test_batches=1, progress=progress, state=state,
+    task, mtp = TextTask.from_text(TEXT, vocab_size=300), MtpTraining(steps=2, depth=1)
+    return train(config, task, steps=4, batch=1, seq_len=24, mtp=mtp, test_batches=1, progress=progress, state=state,
                  device="cpu")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def whole():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepseek_attn.lab.training.loop.REPORT_EVERY", 4)
+        patch.setattr("deepseek_attn.lab.training.loop.REPORT_EVERY", 2)
         return run()
 
 
 @pytest.fixture(autouse=True)
 def _save_each_step(monkeypatch):
     monkeypatch.setattr("deepseek_attn.lab.training.state.SAVE_SECONDS", 0.0)
-    monkeypatch.setattr("deepseek_attn.lab.training.loop.REPORT_EVERY", 4)
+    monkeypatch.setattr("deepseek_attn.lab.training.loop.REPORT_EVERY", 2)
 
 
-@pytest.mark.parametrize("stop_at", [4, 12])
+@pytest.mark.parametrize("stop_at", [2, 6])
 def test_a_training_that_goes_on_ends_as_one_that_was_not_interrupted(whole, tmp_path, stop_at):
     """In the backbone's steps, before entries are selected, and in those of the MTP layer."""
     path = tmp_path / "state"
@@ -63,10 +63,10 @@ def test_a_training_that_goes_on_ends_as_one_that_was_not_interrupted(whole, tmp
 def test_a_state_is_not_taken_for_another_training(tmp_path):
     path = tmp_path / "state"
     with pytest.raises(KeyboardInterrupt):
-        run(TrainingState(path, SETTINGS), 4)
+        run(TrainingState(path, SETTINGS), 2)
     with pytest.raises(ValueError, match="go on with it \\(--resume\\), or remove it"):
         TrainingState(path, SETTINGS)
-    with pytest.raises(ValueError, match="is of a training with steps 8, not 9"):
+    with pytest.raises(ValueError, match="is of a training with steps 4, not 9"):
         TrainingState(path, SETTINGS | {"steps": 9}, resume=True)
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])

@@ -21,6 +21,7 @@ from tests.support.drafts import DraftedSource, draft_after
 from tests.support.small_models import small_config
 
 WIDTHS = {"num_attention_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 512}
+OWN = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)  # of `own_requests`
 LIMITS = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 256, "progress": False, "device": "cpu"}
 
 
@@ -69,10 +70,10 @@ class CountingSource(SafetensorsSource):
         return tensor
 
 
-def scores(family: str, parallel: Parallel, numerics: str = "exact") -> dict:
+def scores(family: str, parallel: Parallel) -> dict:
     """Logits of backbone and drafter, of prompts together and token by token, records of a prompt and their replay."""
     config = CONFIGS[family]()
-    runner = ModelRunner.from_source(config, RandomSource(config, 3), parallel=parallel, numerics=numerics, **LIMITS)
+    runner = ModelRunner.from_source(config, RandomSource(config, 3), parallel=parallel, numerics="exact", **LIMITS)
     texts = prompts(config)
     if config.dspark is None:
         logits, drafts = runner.score_mtp(texts)
@@ -86,19 +87,28 @@ def scores(family: str, parallel: Parallel, numerics: str = "exact") -> dict:
     return {"logits": logits, "drafts": drafts, "steps": steps, "records": arrays, "logprobs": logprobs}
 
 
+def serving_logits(parallel: Parallel) -> list[torch.Tensor]:
+    config = v4_config()
+    source, numerics = RandomSource(config, 3), "serving"
+    runner = ModelRunner.from_source(config, source, parallel=parallel, numerics=numerics, **LIMITS)
+    return runner.score(prompts(config))
+
+
 def texts_of(directory: Path, parallel: Parallel) -> dict:
     """Tokens generated from a checkpoint: greedy, speculated, and (of a fast model) seeded and with fresh seeds."""
     llm = LLM(directory, parallel=parallel, **LIMITS)
     texts = prompts(llm.runner.config, (70, 9))
 
     def tokens(model, **options) -> list[list[int]]:
-        params = SamplingParams(max_tokens=8, ignore_eos=True, **options)
+        params = SamplingParams(max_tokens=6, ignore_eos=True, **options)
         return [list(done.token_ids) for done in model.generate(texts, params)]
 
-    asked = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0, logprobs=1, prompt_logprobs=0)
-    found = [(done.logprobs.to_dict(), done.prompt_logprobs.to_dict()) for done in llm.generate(texts, asked)]
+    asked = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0, logprobs=1, prompt_logprobs=0)
+    greedy = llm.generate(texts, asked)
+    logprobs = [(done.logprobs.to_dict(), done.prompt_logprobs.to_dict()) for done in greedy]
     speculating = LLM(directory, parallel=parallel, speculate=2, **LIMITS)
-    found = {"logprobs": found, "greedy": tokens(llm, temperature=0), "speculated": tokens(speculating, temperature=0)}
+    found = {"logprobs": logprobs, "greedy": [list(done.token_ids) for done in greedy]}
+    found["speculated"] = tokens(speculating, temperature=0)
     if llm.runner.tables is None:
         found |= {"seeded": tokens(llm, seed=7), "fresh": tokens(llm)}
     return found | {"accepted": speculating.engine.stats.accepted}
@@ -131,19 +141,18 @@ def own_requests(directory: Path, parallel: Parallel) -> dict:
     """
     llm = LLM(directory, parallel=parallel, **LIMITS)
     texts = prompts(llm.runner.config, range(20, 20 + 13 * parallel.world, 13))
-    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     found = []
     runner = llm.runner
     common = CountedGraphs(runner.model, runner.layout, runner.device, capture=False, engram=runner.tables)
     for graphs in (None, common):
         llm.runner.graphs = graphs
         for own in (texts[: parallel.rank], texts[parallel.rank :][:2]):
-            found.append([list(done.token_ids) for done in llm.generate(own, params)])
+            found.append([list(done.token_ids) for done in llm.generate(own, OWN)])
     scored = llm.runner.score(texts[:1] if parallel.rank == 1 else [])
     logprobs = llm.runner.score_logprobs(texts[:1] if parallel.rank == 1 else [])
     runner.graphs = common  # which a rank that records keeps the others from using
     own, kinds = texts[: parallel.rank], {"return_routes": True, "return_selections": True}
-    recorded = llm.generate(own, params, **kinds)
+    recorded = llm.generate(own, OWN, **kinds)
     return {
         "records": [done.records.arrays for done in recorded],
         "logprobs": [text.to_dict() for text in logprobs],
@@ -165,30 +174,26 @@ def write_checkpoints(directory: Path) -> Path:
 def everything(directory: Path, parallel: Parallel) -> dict:
     """What is computed with tensor-parallel attention, by name."""
     found = {family: scores(family, parallel) for family in CONFIGS}
-    found["serving"] = scores("v4", parallel, "serving")
+    found["serving"] = serving_logits(parallel)
     for what in (texts_of, loads):
         found[what.__name__] = {family: what(directory / family, parallel) for family in CHECKPOINTS}
     return found
 
 
-def main(world: int, second_port: str, directory: str, results: str) -> None:
+def run_rank(rank: int, world: int, ports: tuple[int, int], checkpoints: Path, results: Path) -> None:
     """A rank started by the tests: computes `everything`, then `own_requests`, and writes both to ``results``.
 
     Args:
-        second_port: where the ranks meet again, for data-parallel attention.
+        ports: where the ranks meet, and where they meet again for data-parallel attention.
     """
     from deepseek_attn.layers.parallel import launched
 
-    checkpoints = Path(directory)
+    torch.set_num_threads(1)
+    os.environ |= {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
     with launched(world, "cpu", timeout_seconds=900) as (parallel, _):
         found = everything(checkpoints, parallel)
-    os.environ["MASTER_PORT"] = second_port
+    os.environ["MASTER_PORT"] = str(ports[1])
     with launched(world, "cpu", True, timeout_seconds=900) as (parallel, _):
         found["own_requests"] = own_requests(checkpoints / DATA_PARALLEL[world], parallel)
-        torch.save(found, Path(results) / f"{parallel.rank}.pt")
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(int(sys.argv[1]), *sys.argv[2:])
+        torch.save(found, results / f"{parallel.rank}.pt")

@@ -20,7 +20,7 @@ LATE = ",".join([*OWN.split(",")[:-1], "128"])  # another ratio in the last laye
 
 
 def settings(layers: int = 0, at_once: int = 0) -> CheckpointSettings:
-    return CheckpointSettings("tiny", None, 150, 77, layers, at_once)
+    return CheckpointSettings("tiny", None, 100, 51, layers, at_once)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_groups_of_layers_change_nothing(results):
 def test_own_quality_is_that_of_a_whole_runner(results):
     config, source = open_source(settings())
     prompts = read_prompts(settings(), config)
-    runner = ModelRunner.from_source(config, source, device="cpu", max_model_len=77, max_num_batched_tokens=77)
+    runner = ModelRunner.from_source(config, source, device="cpu", max_model_len=51, max_num_batched_tokens=51)
     logits = runner.score(prompts)
     own, _ = results[2]
     assert own["loss"] == compare(logits, logits, prompts)["loss"]
@@ -77,7 +77,7 @@ def test_the_first_layers_alone(tmp_path):
     config, source = open_source(settings())
     prompts = read_prompts(settings(), config)
     own = measure_own(settings(layers=3, at_once=2), CPU, tmp_path)
-    runner = ModelRunner.from_source(config, source, device="cpu", layers=[0, 1, 2], max_model_len=77)
+    runner = ModelRunner.from_source(config, source, device="cpu", layers=[0, 1, 2], max_model_len=51)
     losses = [
         next_token_loss(rows, torch.tensor(ids, dtype=torch.int64, device="cpu"))
         for rows, ids in zip(runner.score(prompts), prompts, strict=True)

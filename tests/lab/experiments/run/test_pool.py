@@ -14,6 +14,7 @@ from deepseek_attn.lab.experiments.run.pool import Running, WorkerPool
 from deepseek_attn.lab.experiments.run.progress import Progress
 from deepseek_attn.lab.experiments.run.records import read_record, record_path, write_json, write_record
 from tests.lab.experiments.run.pool_tasks import CannotStart, act
+from tests.support.tiers import tiered
 
 # An experiment in a process of its own: prints the process ids of its workers once both hang.
 HANGING = """
@@ -76,7 +77,7 @@ def test_units_share_processes_and_some_run_alone(tmp_path):
     assert {log.name for log in tmp_path.iterdir()} == {"worker0.txt", "worker1.txt"}
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", tiered([1, 2], [2]))
 def test_errors_and_crashes_cost_their_own_unit_only(tmp_path, jobs):
     results = run(tmp_path, ["ok/0", "crash/1", "error/2", "killed/3"], jobs)
     assert results["ok/0"] is None
