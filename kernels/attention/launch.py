@@ -25,7 +25,7 @@ from deepseek_attn.kernels.attention.attend_v32_hopper import attend_v32_hopper_
 from deepseek_attn.kernels.attention.plan import AttendPlan
 from deepseek_attn.kernels.attention.types import AttendedKeys
 from deepseek_attn.kernels.common.device import LOG2E, fp8_view
-from deepseek_attn.kernels.common.plans import Choice, cdiv
+from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -70,7 +70,12 @@ def launch(
     # with one split the kernel would add the sink itself, and the launch that combines adds it again
     parts = AttendOutputs(partials, 0, 0, lse, largest, None)
     _attend(plan, q, keys, scale, parts, d_v, raw)
-    _combine(plan, plan.combine, parts, outputs, H, d_v, raw)
+    tiles, (arguments, constants) = plan.combine.config, raw or (None, None)
+    attention_combine_kernel[(T, H, cdiv(d_v, tiles.channels))](  # in a fixed order
+        parts, outputs, arguments, H, plan.splits,
+        SHAPE=CombineShape(d_v, tiles.splits, tiles.channels, plan.pdl, constants),
+        enable_fp_fusion=True, num_warps=tiles.warps, launch_pdl=plan.pdl,
+    )  # fmt: skip
     if largest is not None:
         torch.amax(largest, 1, out=outputs.largest)
 
@@ -164,16 +169,3 @@ def pieces(nope: int, dim: int, piece: int) -> tuple[tuple[int, ...], tuple[int,
             widths.append(width)
             start += width
     return tuple(starts), tuple(widths)
-
-
-def _combine(
-    plan: AttendPlan, combine: Choice, parts: AttendOutputs, outputs: AttendOutputs, H: int, d_v: int, raw: RawQ | None
-) -> None:
-    """Combines partials ``[T, splits, H, d_v]`` in a fixed order."""
-    tiles = combine.config
-    arguments, shape = raw or (None, None)
-    attention_combine_kernel[(len(parts.out), H, cdiv(d_v, tiles.channels))](
-        parts, outputs, arguments, H, plan.splits,
-        SHAPE=CombineShape(d_v, tiles.splits, tiles.channels, plan.pdl, shape),
-        enable_fp_fusion=True, num_warps=tiles.warps, launch_pdl=plan.pdl,
-    )  # fmt: skip

@@ -102,41 +102,25 @@ def paged_index_scores(
     if out is None:
         out = torch.empty(T, width, dtype=torch.float32, device=queries.q.device)
     check("out", out, (T, width), torch.float32, rows=True)
-    if out.numel() and keys.block_table.numel():
-        problem = _problem(queries, keys, key_format, B, width)
-        plan = plan_scores(problem, gpu(out.device))
-        launch_scores(plan, problem, queries, keys, num_visible, skip, out)
-    return out
-
-
-def launch_scores(
-    plan: KernelPlan,
-    problem: ScoresProblem,
-    queries: IndexQueries,
-    keys: PagedIndexKeys,
-    num_visible: Tensor,
-    skip: int,
-    out: Tensor,
-) -> None:
-    """Writes scores of checked arguments by the planned kernel."""
-    kernel, config = plan.choice.kernel, plan.config
+    if not out.numel() or not keys.block_table.numel():
+        return out
+    problem = _problem(queries, keys, key_format, B, width)
+    plan = plan_scores(problem, gpu(out.device))
     rows, shape = _operands(plan, problem, queries, keys, out)
-    T, table = problem.tokens, keys.block_table
-    arguments = rows, table, keys.token_to_req, num_visible, T, problem.width, skip, table.stride(0)
-    grid = (cdiv(T, config.tokens), config.splits)
-    page, warps = keys.entries, config.warps
+    kernel, config, page, table = plan.choice.kernel, plan.config, keys.entries, keys.block_table
+    arguments = rows, table, keys.token_to_req, num_visible, T, width, skip, table.stride(0)
+    grid, warps = (cdiv(T, config.tokens), config.splits), config.warps
     if kernel == "index_scores_hopper_kernel":
         index_scores_hopper_kernel[grid](*arguments, PAGE=page, enable_fp_fusion=True, num_warps=warps)
     elif kernel == "index_scores_decode_hopper_kernel":
-        fp4 = problem.key_format == "fp4"
+        constants = {"PAGE": page, "TOKENS": config.tokens, "FP4": key_format == "fp4"}
         index_scores_decode_hopper_kernel[grid](
-            *arguments, PAGE=page, TOKENS=config.tokens, FP4=fp4, enable_fp_fusion=True, num_warps=warps,
-            launch_pdl=True,
-        )  # fmt: skip
-    else:
-        index_scores_kernel[grid](
-            *arguments, SHAPE=shape, enable_fp_fusion=True, num_stages=config.stages, **plan.options
+            *arguments, **constants, enable_fp_fusion=True, num_warps=warps, launch_pdl=True
         )
+    else:
+        stages = config.stages
+        index_scores_kernel[grid](*arguments, SHAPE=shape, enable_fp_fusion=True, num_stages=stages, **plan.options)
+    return out
 
 
 def candidate_scores(
@@ -227,23 +211,15 @@ def topk_indices(
     keys: PagedIndexKeys | None = None,
     out_slots: Tensor | None = None,
 ) -> Tensor:
-    """`kernels.indexer.topk_indices` in Triton, for float32 scores; one launch."""
-    out = _checked_topk(scores, lens, k, out, keys, out_slots)
-    if out.numel():
-        rows, columns = scores.shape
-        plan = plan_topk(TopkProblem(rows, columns, k), gpu(scores.device))
-        launch_topk(plan, scores, lens, out, keys, out_slots)
-    return out
-
-
-def launch_topk(
-    plan: KernelPlan, scores: Tensor, lens: Tensor, out: Tensor, keys: PagedIndexKeys | None, out_slots: Tensor | None
-) -> None:
-    """Selects ``out [T, k]`` and its slots, from checked arguments.
+    """`kernels.indexer.topk_indices` in Triton, for float32 scores; one launch.
 
     Rows longer than ``capacity`` need scratch: a bit for each score, and 8 bytes for each candidate that a program can
     hold. Programs share a row only where there are few rows; they count arrivals in `counters_of`.
     """
+    out = _checked_topk(scores, lens, k, out, keys, out_slots)
+    if not out.numel():
+        return out
+    plan = plan_topk(TopkProblem(*scores.shape, k), gpu(scores.device))
     (T, W), device, config = scores.shape, scores.device, plan.config
     # the kernel takes pointers even if PAGE disables their use
     table, requests, slots, page_entries = out, lens, out, 0
@@ -273,18 +249,14 @@ def launch_topk(
         maxnreg=config.max_registers,
         **launch_options(config.num_warps, plan.pdl),
     )
+    return out
 
 
 def _problem(queries: IndexQueries, keys: PagedIndexKeys, key_format: str, requests: int, width: int) -> ScoresProblem:
     q, pool = queries.q, keys.pool
     T, H, dim = q.shape
     return ScoresProblem(
-        T,
-        requests,
-        width,
-        H,
-        dim,
-        key_format,
+        *(T, requests, width, H, dim, key_format),
         exact=key_format == "plain" and (q.dtype != keys.record.dtype or q.dtype == torch.float32),
         rounded=queries.score_dtype != torch.float32,
         aligned=all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0 for rows in (q, pool)),
@@ -345,12 +317,7 @@ def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tenso
 
 
 def _checked_topk(
-    scores: Tensor,
-    lens: Tensor,
-    k: int,
-    out: Tensor | None,
-    keys: PagedIndexKeys | None,
-    out_slots: Tensor | None,
+    scores: Tensor, lens: Tensor, k: int, out: Tensor | None, keys: PagedIndexKeys | None, out_slots: Tensor | None
 ) -> Tensor:
     """The result to write to."""
     check("scores", scores, ("T", "W"), torch.float32, rows=True)
