@@ -27,16 +27,9 @@ V41_PAIR = {"fp8_v41", "fp4_v41"}  # the only records that one launch reads toge
 
 
 def sparse_attention(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    scale: float,
-    sink: Tensor | None = None,
-    lens: Tensor | None = None,
-    d_v: int | None = None,
-    out: Tensor | None = None,
-    max_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, sink: Tensor | None = None, lens: Tensor | None = None,
+    d_v: int | None = None, out: Tensor | None = None, max_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`kernels.attention.sparse_attention`."""
     _check_query(q, sink, indices, lens)
     check("kv", kv, ("N", q.shape[2]), FLOATS, rows=True)
@@ -47,26 +40,17 @@ def sparse_attention(
 
 
 def sparse_attention_paged(
-    q: Tensor,
-    keys: Sequence[PagedKeys],
-    scale: float,
-    sink: Tensor | None = None,
-    d_v: int | None = None,
+    q: Tensor, keys: Sequence[PagedKeys], scale: float, sink: Tensor | None = None, d_v: int | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`kernels.attention.sparse_attention_paged`."""
     return _attend(q, _checked_pools(q, keys, sink), scale, sink, d_v, out)
 
 
 def attend_raw_q(
-    raw_q: RawQueries,
-    keys: Sequence[PagedKeys],
-    scale: float,
-    sink: Tensor | None,
-    groups: int,
-    pow2_scales: bool = True,
-    q: Tensor | None = None,
-) -> QuantizedRows:
+    raw_q: RawQueries, keys: Sequence[PagedKeys], scale: float, sink: Tensor | None, groups: int,
+    pow2_scales: bool = True, q: Tensor | None = None,
+) -> QuantizedRows:  # fmt: skip
     """`kernels.attention.attend_raw_q`."""
     check_raw_queries(raw_q)
     (T, width), H = raw_q.q.shape, raw_q.num_heads

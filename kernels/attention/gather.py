@@ -15,15 +15,9 @@ from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 
 def dequantize_and_gather_k_cache(
-    out: Tensor,
-    record: CacheRecord,
-    pool: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor | None,
-    block_table: Tensor,
-    block_size: int,
-    offset: int,
-) -> None:
+    out: Tensor, record: CacheRecord, pool: Tensor, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor,
+    block_size: int, offset: int,
+) -> None:  # fmt: skip
     """`kernels.attention.dequantize_and_gather_k_cache`; a CUDA graph may hold the launch."""
     b, M, _ = out.shape
     check("out", out, ("b", "M", record.dim), FLOATS, rows=True)

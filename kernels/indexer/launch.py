@@ -49,15 +49,9 @@ _KEY_FORMATS = {"index_fp8": "fp8", "index_fp4": "fp4", "plain": "plain"}  # by 
 
 
 def index_select(
-    queries: IndexQueries,
-    keys: PagedIndexKeys,
-    num_visible: Tensor,
-    k: int,
-    width: int | None = None,
-    out: Tensor | None = None,
-    out_slots: Tensor | None = None,
-    candidates: CandidateBlocks | None = None,
-) -> Tensor:
+    queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, k: int, width: int | None = None,
+    out: Tensor | None = None, out_slots: Tensor | None = None, candidates: CandidateBlocks | None = None,
+) -> Tensor:  # fmt: skip
     """`kernels.indexer.index_select` in Triton."""
     T, device = len(queries.q), queries.q.device
     if candidates is not None and not candidates.fill:
@@ -86,13 +80,9 @@ def index_select(
 
 
 def paged_index_scores(
-    queries: IndexQueries,
-    keys: PagedIndexKeys,
-    num_visible: Tensor,
-    width: int | None = None,
-    skip: int = 0,
+    queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, width: int | None = None, skip: int = 0,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`kernels.indexer.paged_index_scores` in Triton."""
     (B, pages), T = keys.block_table.shape, len(queries.q)
     width = pages * keys.entries if width is None else width
@@ -204,13 +194,9 @@ def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: Cand
 
 
 def topk_indices(
-    scores: Tensor,
-    lens: Tensor,
-    k: int,
-    out: Tensor | None = None,
-    keys: PagedIndexKeys | None = None,
+    scores: Tensor, lens: Tensor, k: int, out: Tensor | None = None, keys: PagedIndexKeys | None = None,
     out_slots: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`kernels.indexer.topk_indices` in Triton, for float32 scores; one launch.
 
     Rows longer than ``capacity`` need scratch: a bit for each score, and 8 bytes for each candidate that a program can

@@ -60,15 +60,9 @@ def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> 
 
 
 def step_indices(
-    positions: Tensor,
-    token_to_req: Tensor,
-    is_valid: Tensor | None,
-    token_table: Tensor,
-    token_page: int,
-    window: int,
-    groups: Sequence[EntryGroup],
-    decode_tokens: int | None = None,
-) -> StepIndices:
+    positions: Tensor, token_to_req: Tensor, is_valid: Tensor | None, token_table: Tensor, token_page: int,
+    window: int, groups: Sequence[EntryGroup], decode_tokens: int | None = None,
+) -> StepIndices:  # fmt: skip
     """See `kernels.indices.step_indices`."""
     check_step(positions, token_to_req, token_table, token_page, window, groups)
     T, device = len(positions), positions.device
@@ -120,17 +114,9 @@ def compute_global_topk_indices_and_lens(
 
 
 def combine_topk_swa_indices(
-    topk_indices: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor,
-    window: int,
-    ratio: int,
-    topk: int,
-    M: int,
-    N: int,
-    is_valid: Tensor | None = None,
-) -> IndexRows:
+    topk_indices: Tensor, query_start_loc: Tensor, seq_lens: Tensor, gather_lens: Tensor, window: int, ratio: int,
+    topk: int, M: int, N: int, is_valid: Tensor | None = None,
+) -> IndexRows:  # fmt: skip
     """See `kernels.indices.combine_topk_swa_indices`."""
     (T, K), c = topk_indices.shape, seq_lens.shape[0]
     check_combine(T, K, c, query_start_loc, gather_lens, window, ratio, topk, M)

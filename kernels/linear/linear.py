@@ -53,13 +53,9 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | N
 
 
 def grouped_linear(
-    o: Tensor,
-    segment: Segment,
-    groups: int,
-    positions: Tensor | None,
-    cos_sin: Tensor | None,
+    o: Tensor, segment: Segment, groups: int, positions: Tensor | None, cos_sin: Tensor | None,
     quantize_output: bool = False,
-) -> tuple[Tensor, QuantizedRows | None]:
+) -> tuple[Tensor, QuantizedRows | None]:  # fmt: skip
     """See `deepseek_attn.kernels.linear.grouped_linear_quantized`; for FP8 weights."""
     M, H, d = _checked_shape(o, groups, positions, cos_sin)
     K, N = H // groups * d, len(segment.weight)

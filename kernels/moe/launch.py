@@ -62,17 +62,9 @@ from deepseek_attn.kernels.moe.types import (
 
 
 def moe_route(
-    x: Tensor,
-    weight: Tensor,
-    topk: int,
-    score: str,
-    factor: float,
-    normalize: bool,
-    bias: Tensor | None = None,
-    groups: ExpertGroups = UNGROUPED,
-    hashed: HashRouting | None = None,
-    own: ExpertRange | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, topk: int, score: str, factor: float, normalize: bool, bias: Tensor | None = None,
+    groups: ExpertGroups = UNGROUPED, hashed: HashRouting | None = None, own: ExpertRange | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `kernels.moe.moe_route`."""
     check_route(x, weight, topk, score, bias, groups, hashed)
     (T, D), E = x.shape, len(weight)
@@ -123,20 +115,10 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
 
 
 def moe_experts(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    w1: ExpertStack,
-    w3: ExpertStack,
-    w2: ExpertStack,
-    limit: float,
-    weigh_output: bool = False,
-    input_format: InputFormat = UNQUANTIZED,
-    add: Tensor | None = None,
-    num_routed: int | None = None,
-    add_ready: torch.cuda.Event | None = None,
-    slots: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, experts: Tensor, weights: Tensor, w1: ExpertStack, w3: ExpertStack, w2: ExpertStack, limit: float,
+    weigh_output: bool = False, input_format: InputFormat = UNQUANTIZED, add: Tensor | None = None,
+    num_routed: int | None = None, add_ready: torch.cuda.Event | None = None, slots: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """See `kernels.moe.moe_experts`."""
     stacks = w1, w3, w2
     check_experts(x, experts, weights, stacks, input_format.group, add, slots)
