@@ -31,7 +31,8 @@ GPU_WORKERS ?= 14
 GPU_SECONDS ?= 900
 test-gpu: $(READY)
 	DEEPSEEK_ATTN_TEST_DEVICE=cuda timeout --signal=INT --kill-after=60 $(GPU_SECONDS) \
-	    $(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal -p no:benchmark -k "not compil" $(GPU_TESTS)
+	    $(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal -p no:benchmark -k "not compil" \
+	    --ignore=tests/bare --ignore=tests/house $(GPU_TESTS)
 
 check: $(READY) $(LINKS)
 	$(BIN)/ruff check .
