@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.checkpoint import CheckpointSource
 from deepseek_attn.config.model import AnyConfig
@@ -22,9 +23,14 @@ from deepseek_attn.models.hyper_connection import hyper_connection
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.session import LayerSequence, LayerSession
+from deepseek_attn.runner.step import StepOptions
 
 Ops = dict[str, Tensor]
-NUMERICS = {"float32": ("exact", torch.float32), "official": ("official", torch.bfloat16)}
+NUMERICS = {
+    "float32": ("exact", torch.float32),
+    "official": ("official", torch.bfloat16),
+    "official_float32": ("official", torch.float32),
+}
 
 
 def make_runner(config: AnyConfig, source: CheckpointSource, numerics: str, tokens: int, **options: Any) -> ModelRunner:
@@ -130,7 +136,7 @@ def _add_layer(out: Ops, ops: Ops, prefix: str, session: LayerSession, sequence:
         pool = runner.pools.get(layer.prefix if owns else spec.entry_owner, kind)
         if pool is None or not count:
             continue
-        slots = slots_of(runner, sequence, pool, range(count))
+        slots = slots_of(runner, sequence.cache, pool, range(count))
         rows = pool.gather(slots, torch.float32)
         keys = rows if kind == "index" else keys
         if owns:
@@ -139,7 +145,7 @@ def _add_layer(out: Ops, ops: Ops, prefix: str, session: LayerSession, sequence:
     window = runner.pools.get(layer.prefix, "window")
     if window is not None:
         kept = range(max(0, tokens - layer.window_size), tokens)
-        _add_bytes(out, f"{prefix}cache.window", window, slots_of(runner, sequence, window, kept))
+        _add_bytes(out, f"{prefix}cache.window", window, slots_of(runner, sequence.cache, window, kept))
     out[f"{prefix}query"] = ops[f"{prefix}query"]
     index_q = ops.get(f"{prefix}index_query")
     if index_q is not None and keys is not None and runner.numerics.index_record == "plain":
@@ -154,9 +160,9 @@ def _add_layer(out: Ops, ops: Ops, prefix: str, session: LayerSession, sequence:
     out[f"{prefix}attended"] = ops[f"{prefix}attended"]
 
 
-def slots_of(runner: ModelRunner, sequence: LayerSequence, pool: Pool, entries: range) -> Tensor:
+def slots_of(runner: ModelRunner, cache: SequenceCache, pool: Pool, entries: range) -> Tensor:
     """Slots of entries of a sequence in a pool, int64."""
-    table = runner.manager.block_table([sequence.cache], pool.spec.group)[0].long()
+    table = runner.manager.block_table([cache], pool.spec.group)[0].long()
     entry = torch.tensor(list(entries), dtype=torch.int64, device="cpu")
     return table[entry // pool.entries] * pool.entries + entry % pool.entries
 
@@ -201,7 +207,7 @@ def record_hyper_connection(
 
 
 def record_model(config: AnyConfig, source: CheckpointSource, numerics: str, token_ids: Tensor) -> Ops:
-    """A whole model over one prompt: input and output of each sublayer, router choices, streams, logits, drafts."""
+    """A whole model over one prompt: sublayers' inputs and outputs, choices, streams, logits, drafts, caches' bytes."""
     runner, ops = make_runner(config, source, numerics, len(token_ids)), {}
     hooks = []
 
@@ -228,17 +234,41 @@ def record_model(config: AnyConfig, source: CheckpointSource, numerics: str, tok
                 watch(block.ffn.gate, f"{name}.experts", lambda args, result: result[0].sort(-1).values)
             watch(getattr(block, part), f"{name}.{part}_output", lambda args, result: result)
         watch(block, f"{name}.output", lambda args, result: _streams(result))
+    sequence, drafts = runner.sequence(token_ids.tolist()), runner.has_mtp and config.dspark is None
+    selections = runner.record_options(selections=True) if any(spec.has_indexer for spec in config.layers) else None
     try:
-        with runner.op_settings(len(token_ids)):
-            if runner.has_mtp and config.dspark is None:
-                logits, drafts = runner.score_mtp([token_ids.tolist()])
-                ops["logits"], ops["mtp_logits"] = logits[0], drafts[0]
-            else:
-                ops["logits"] = runner.score([token_ids.tolist()])[0]
+        options = StepOptions(all_logits=True, mtp=drafts, record=(selections,))
+        output = runner.step([(sequence, len(token_ids))], options)
+        ops["logits"] = output.rows[0]
+        if output.mtp_logits is not None:
+            ops["mtp_logits"] = output.mtp_logits[0]
+        records = None if output.records is None else output.records[0]
+        if records is not None and records.selections is not None:
+            for column, layer in enumerate(records.selection_layers):
+                ops[f"layers.{layer}.selected"] = records.selections[:, column].to(torch.int32)
+        # no draft follows the last token, whose row in the MTP layer is padding
+        padded = [name for name, rows in ops.items() if name.startswith("mtp.") and len(rows) == len(token_ids)]
+        ops |= {name: ops[name][:-1] for name in padded}
+        for name, block in blocks:
+            _add_caches(ops, f"{name}.", runner, sequence.cache, block.attn)
     finally:
+        sequence.free()
         for hook in hooks:
             hook.remove()
     return _in_order(ops)
+
+
+def _add_caches(ops: Ops, prefix: str, runner: ModelRunner, cache: SequenceCache, layer: Any) -> None:
+    """Bytes of the quantised entries of one layer, as `_add_bytes` has them."""
+    tokens, ratio = cache.num_tokens - layer.spec.is_mtp, max(1, layer.spec.ratio)
+    first = max(0, tokens - getattr(layer, "window_size", 0))
+    for kind, entries in (
+        ("latent", range(tokens)), ("compressed", range(tokens // ratio)), ("index", range(tokens // ratio)),
+        ("window", range(first, tokens)),
+    ):  # fmt: skip
+        pool = runner.pools.get(layer.prefix, kind)
+        if pool is not None and len(entries):
+            _add_bytes(ops, f"{prefix}cache.{kind}", pool, slots_of(runner, cache, pool, entries))
 
 
 def _streams(result: Any) -> Tensor | None:
@@ -254,7 +284,17 @@ def _streams(result: Any) -> Tensor | None:
 
 
 def _in_order(ops: Ops) -> Ops:
-    """Module hooks run when a module ends: a layer's output after its parts, logits before drafts."""
-    names = list(ops)
-    last = [name for name in names if name.startswith("mtp.")] + ["mtp_logits"]
-    return {name: ops[name] for name in [n for n in names if n not in last] + [n for n in last if n in ops]}
+    """Layer by layer, each op behind those that it follows from; then logits, and the MTP layer's.
+
+    Module hooks run when a module ends, and caches are read behind the step.
+    """
+    order = ("engram", "attn_input", "cache", "selected", "attn_output", "ffn_input", "experts", "ffn_output", "output")
+
+    def place(name: str) -> tuple[int, int, int]:
+        part, _, rest = name.partition(".")
+        if not rest:
+            return (1 if name == "logits" else 3), 0, 0
+        layer, _, op = rest.partition(".")
+        return (0 if part == "layers" else 2), int(layer), order.index(op.partition(".")[0])
+
+    return {name: ops[name] for name in sorted(ops, key=place)}

@@ -165,6 +165,8 @@ def test_the_model_of_v4_equals_transformers():
         layer.mlp.gate.register_forward_hook(keep(f"layers.{i}.experts", lambda args, result: result[2]))
         layer.mlp.register_forward_hook(keep(f"layers.{i}.ffn_output", lambda args, result: result[0]))
         layer.register_forward_hook(keep(f"layers.{i}.output", lambda args, result: result[0]))
+    indexer = model.model.layers[1].self_attn.compressor.indexer
+    indexer.register_forward_hook(keep("layers.1.selected", lambda args, result: result[0]))
     tokens = fixture.inputs["token_ids"]
     ops["logits"] = model(tokens[None], use_cache=False).logits[0]
     ops["mtp_logits"] = DenseOracle(config, source)(tokens.tolist()).mtp_logits

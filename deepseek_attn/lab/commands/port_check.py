@@ -25,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--outputs", metavar="FILE", help="safetensors file with results by name of op")
     parser.add_argument(
         "--numerics",
-        choices=("float32", "official"),
+        choices=("float32", "official", "official_float32"),
         default="float32",
-        help="of --outputs: float32, or bfloat16 with DeepSeek's quantised inputs and caches (default: float32)",
+        help="of --outputs: float32; official: bfloat16 with DeepSeek's quantised inputs and caches; official_float32, "
+        "of whole models: these quantisers and float32 between them (default: float32)",
     )
     parser.add_argument(
         "--model",
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(fixtures: list[str]) -> int:
     from deepseek_attn.testing import golden
+    from deepseek_attn.testing.golden_compare import about
 
     for name in fixtures or golden.names():
         if not fixtures:
@@ -61,7 +63,7 @@ def _list(fixtures: list[str]) -> int:
         show(f"{fixture.name}: {fixture.about}, of deepseek-attn {fixture.version}")
         for op in dict.fromkeys(op for ops in fixture.results.values() for op in ops):
             limits = [fixture.tolerance(op, numerics) for numerics, ops in fixture.results.items() if op in ops]
-            show(f"  {op:<28}{' / '.join(f'{limit:.0e}' for limit in limits):<16}{golden.about(op)}")
+            show(f"  {op:<28}{' / '.join(f'{limit:.0e}' for limit in limits):<16}{about(op)}")
     return 0
 
 
@@ -94,6 +96,8 @@ def _compare(args: argparse.Namespace) -> int:
     if len(args.fixtures) != 1:
         raise ValueError("--outputs FILE is compared with one fixture: name it")
     fixture = golden.load(args.fixtures[0])
+    if args.numerics not in fixture.results:
+        raise ValueError(f"--numerics {args.numerics}: {fixture.name} has {', '.join(fixture.results)}")
     results = golden.differences(fixture, golden.read_outputs(args.outputs), args.numerics)
     show(f"{'op':<30}{'difference':>12}{'allowed':>10}")
     for result in results:
