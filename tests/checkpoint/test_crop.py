@@ -28,7 +28,7 @@ from tests.support.hub_cache import FakeHub
 from tests.support.oracle_transformers import TransformersOracle
 from tests.support.oracle_v32 import TransformersV32Oracle
 from tests.support.small_models import assert_close, prompt, small_config
-from tests.support.tiers import tiered
+from tests.support.tiers import EXHAUSTIVE, tiered
 from tests.support.v41_cases import tiny as tiny_v41
 
 OPTIONS = {"device": "cpu", "progress": False, "max_model_len": 320, "max_num_batched_tokens": 512}
@@ -75,7 +75,7 @@ def tokens_of(config: AnyConfig, length: int = 150) -> list[int]:
     return prompt(config, length, seed=5)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", tiered(CONFIGS, ["v4", "v32"]))
 def test_layers_compute_what_they_did(models, tmp_path, family):
     """Logits of the crop equal those of the whole checkpoint's same layers, to the bit."""
     model, layers = models(family), KEPT[family]
@@ -230,6 +230,7 @@ def test_parts_that_are_left_out(models, tmp_path):
     assert not torch.equal(with_memory, whole.score([tokens])[0])
 
 
+@EXHAUSTIVE
 def test_drafts_of_a_cropped_drafter_change_no_text(models, tmp_path):
     crop_checkpoint(models("v41"), tmp_path / "crop", experts=2)
     assert ModelConfig.from_pretrained(tmp_path / "crop").dspark.dspark_n_routed_experts == 2
@@ -290,7 +291,7 @@ def cut_by_hand(model: torch.nn.Module, layers: list[int], kept: list[int]) -> N
             bias[[expert for expert in range(len(bias)) if expert not in kept]] = -1e30
 
 
-@pytest.mark.parametrize("family", CROPS)
+@pytest.mark.parametrize("family", tiered(CROPS, ["v4", "v32"]))
 def test_what_transformers_saves(tmp_path, family):
     """transformers reads the crop of what it saved; it, we, and its model cut by hand give the same logits."""
     model, (layers, kept) = transformers_model(family), CROPS[family]

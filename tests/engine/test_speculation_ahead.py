@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
@@ -219,17 +220,15 @@ def test_one_that_samples_among_greedy_ones(runner, runs, expected, monkeypatch)
     assert generate(runner, params)[0] == found
 
 
-@pytest.mark.parametrize("drafts", tiered([2, 7], [2]))
-def test_max_model_len(runner, drafts, monkeypatch):
+@pytest.mark.parametrize(("drafts", "right"), tiered(product([2, 7], RIGHT), [(2, "some")]))
+def test_max_model_len(runner, drafts, right, monkeypatch):
     """Lengths at which no row and no draft fits any more, for each distance to them."""
     prompts = [prompt(n, n) for n in (288, 289, 291, 294)]
     expected, _ = generate(runner, [greedy(50)] * 4, prompts=prompts)
     assert {len(p + t) for p, t in zip(prompts, expected, strict=True)} == {300}
     texts = [p + tokens for p, tokens in zip(prompts, expected, strict=True)]
-    for right in RIGHT.values():
-        with monkeypatch.context() as patch:
-            draft_from(patch, runner, texts, right)
-            assert generate(runner, [greedy(50)] * 4, drafts, prompts)[0] == expected
+    draft_from(monkeypatch, runner, texts, RIGHT[right])
+    assert generate(runner, [greedy(50)] * 4, drafts, prompts)[0] == expected
 
 
 def test_no_page_left_for_the_next_step(runner, runs, expected, monkeypatch):

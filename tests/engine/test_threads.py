@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,21 +25,21 @@ from tests.support.requests import finish, greedy
 from tests.support.threads import PATIENCE, together
 from tests.support.tiers import tiered
 
-WORDS = ["The morning was", "She said that", "It", "My dear " * 30, "He had", "To be " * 9]
+WORDS = ["The morning", "She said that", "It", "My dear " * 17, "He had", "To be " * 5]
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1, seed=3, max_tokens=4, ignore_eos=True)
 
 
-def load(drafts: int = 0, device: torch.device | str = "cpu", deterministic: bool = False) -> LLM:
+def load(folder: Path | None, drafts: int = 0, device: torch.device | str = "cpu", deterministic: bool = False) -> LLM:
     return LLM(
-        speculate=drafts, device=device, deterministic=deterministic, max_model_len=256, max_num_seqs=8,
+        folder, speculate=drafts, device=device, deterministic=deterministic, max_model_len=256, max_num_seqs=8,
         max_num_batched_tokens=61, max_snapshots=2, progress=False,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=tiered([0, 2], [2]), ids=["no drafts", "drafts"])
-def llm(request):
-    with load(request.param) as llm:
+def llm(request, folder):
+    with load(folder, request.param) as llm:
         yield llm
 
 
@@ -96,7 +97,7 @@ def test_the_runner_and_its_layers_beside_requests(llm, nothing_left):
         return found
 
     def layers() -> list[torch.Tensor]:
-        session = LayerSession(runner, layers=[1])
+        session = LayerSession(runner, layers=[0])
         sequence, found = session.sequence(), []
         for part in x.split(35):
             found.append(sequence.run(part))
@@ -104,7 +105,7 @@ def test_the_runner_and_its_layers_beside_requests(llm, nothing_left):
         return found
 
     def inspected() -> list[dict]:
-        return [inspect_attention(runner, list(range(5, 75)), queries=[-1], layers=[2]).to_json()]
+        return [inspect_attention(runner, list(range(5, 75)), queries=[-1], layers=[1]).to_json()]
 
     # together the prompts of both need more pages than there are
     scores = [lambda n=n: runner.score([[5 + n] * 20] * 4) for n in range(2)]
@@ -129,7 +130,7 @@ def test_streams_and_devices_of_the_threads(device):
 
         return run
 
-    with load(1, device, deterministic=True) as llm:
+    with load(None, 1, device, deterministic=True) as llm:
         alone = [call() for call in calls(llm)]
         for _ in range(5):
             assert together(*map(on_its_stream, calls(llm))) == alone
@@ -230,9 +231,9 @@ def test_one_call_fails_and_the_others_go_on(llm, nothing_left):
     assert [type(error) for error in (first, second, third)] == [OSError, KeyboardInterrupt, KeyboardInterrupt]
 
 
-def test_closed_while_others_generate():
+def test_closed_while_others_generate(folder):
     """Everything that goes on ends with the message of a closed model; what had ended stays as it is."""
-    llm, begun = load(), threading.Barrier(3)
+    llm, begun = load(folder), threading.Barrier(3)
     done = llm.generate(WORDS[0], SHORT)[0].text
 
     def read():

@@ -11,7 +11,7 @@ from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.engine.test_speculation import config_of
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, use_buckets, variants
-from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.tiers import EXHAUSTIVE
 
 LONGEST = 320
 
@@ -29,10 +29,8 @@ CASES = [("tiny", variant) for variant in ("batched", "pressure", "everything")]
 CASES += [(preset, "everything") for preset in ("tiny_v32", "tiny_v41")]
 
 
-QUICK = [("tiny", "everything")]
-
-
-@pytest.mark.parametrize(("preset", "variant"), tiered(CASES, QUICK))
+@EXHAUSTIVE  # test_soak has a short workload, test_speculation one with drafts
+@pytest.mark.parametrize(("preset", "variant"), CASES)
 def test_every_request_is_what_it_is_alone(preset, variant):
     config, jobs, expected = workload(preset)
     options = variants(config, LONGEST)[variant]

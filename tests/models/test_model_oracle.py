@@ -176,7 +176,7 @@ def test_mixed_schedule_equals_brute_force():
         compress_indexer=[True, False, True, False, False, True, True, False],
     )
     source = RandomSource(config, 0)
-    tokens = prompt(config, 277, seed=4)
+    tokens = prompt(config, 150, seed=4)
     reference = DenseOracle(config, source)(tokens)
     assert_no_near_tie(reference)
     logits, drafts = small_runner(config, source).score_mtp([tokens, tokens[:130]], chunk_size=100)

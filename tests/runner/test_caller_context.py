@@ -260,7 +260,7 @@ def test_settings_are_back_after_an_error(products):
         assert torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("family", ["V4", "V3", "V4.1"])
+@pytest.mark.parametrize("family", tiered(["V4", "V3", "V4.1"], ["V4"]))
 def test_deterministic_bits_do_not_depend_on_threads(family):
     scores = []
     with runner_of(family, deterministic=True) as runner:

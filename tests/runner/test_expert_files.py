@@ -57,7 +57,7 @@ def formats(config) -> list[tuple[str, str]]:
     return [(numerics, dtype) for numerics in ("exact", "official") for dtype in stored]
 
 
-QUICK = [("v4", "official", "fp4"), ("v32", "exact", "fp8"), ("v41", "exact", "fp8")]
+QUICK = [("v4", "official", "fp4"), ("v32", "exact", "fp8")]
 CASES = [(family, *case) for family, make in FAMILIES.items() for case in formats(make()[0])]
 
 
@@ -188,7 +188,7 @@ def test_an_interrupted_step_leaves_nothing_behind(directory):
     with InterruptBefore(files=(expert_files.__file__,)) as seen:
         runner.score([text])
     assert len(seen.lines) > 20
-    for line in seen.lines:
+    for line in list(seen.lines)[1::4]:
         with InterruptBefore(line, files=(expert_files.__file__,)):
             runner.score([text])
         assert all(len(cache.held) <= 2 for cache in caches(runner))

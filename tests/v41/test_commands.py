@@ -30,7 +30,7 @@ REFUSED = {
     f"generate --model DIR {TOKENS} --speculate 6": "dspark_block_size 5 is the most",
     "score --mtp --model DIR --token-ids DIR/ids.json --out DIR/drafts.safetensors": "the drafter is DSpark",
 }
-QUICK = [line for line in COMMANDS if line.startswith("plan")]
+QUICK = [line for line in COMMANDS if line.startswith("generate")]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from torch import Tensor
 from deepseek_attn.checkpoint import RandomSource
 from tests.support.program_v41 import ROUNDINGS, V41Program
 from tests.support.small_models import prompt
+from tests.support.tiers import tiered
 from tests.support.v41_cases import make_runner, tiny
 
 LENGTH, SEEDS = 150, range(3)
@@ -57,7 +58,7 @@ def cosines(model: str, left_out: tuple[str, ...] = ()) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", tiered(MODELS, ["pairs", "three layers of tokens"]))
 def test_logits_are_the_programs(model):
     found = cosines(model)
     assert float(found.median()) > 0.9995
