@@ -14,15 +14,17 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from tests.support.report import RESULTS, Case, Report
 
+if TYPE_CHECKING:  # the process that only hands out tests to others does not import torch
+    import torch
+
 # Small products gain nothing from more threads, and test workers would fight over the cores; so would their children.
 # One number of threads also means the same last bits in every process.
-torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # No test downloads anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,12 +38,16 @@ os.environ.setdefault(
 @pytest.fixture
 def device() -> torch.device:
     """Where the tests that take it run: ``DEEPSEEK_ATTN_TEST_DEVICE`` (default: cpu)."""
+    import torch
+
     return torch.device(os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu"))
 
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
     """Seeds torch from the test's id, so that each case can be repeated alone."""
+    import torch
+
     value = int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "little")
     if os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu") == "cpu":
         torch.default_generator.manual_seed(value)  # torch.manual_seed formats a stack trace for each kind of GPU
@@ -91,6 +97,9 @@ FEW_OBJECTS = 100_000  # which a garbage collection looks through in 0.05 s
 
 def pytest_collection_finish() -> None:
     """Leaves modules and collected tests out of garbage collections, of which each closed runner causes one."""
+    import torch
+
+    torch.set_num_threads(1)  # as the environment says, unless a plugin has imported torch before
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)  # objects made between two collections of young ones; Python's 700 cost a tenth of a run

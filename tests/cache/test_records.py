@@ -1,6 +1,7 @@
 """Byte layouts of cache entries: offsets by hand, bytes by hand, and pools of every legal shape."""
 
 import struct
+from itertools import product
 
 import pytest
 import torch
@@ -185,17 +186,16 @@ def test_v41_entries_divide_by_the_scale():
     assert codes[7:14] == [8, 10, 10, 12, 12, 14, 14]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n", [1, 2, 7, 64])
-def test_read_back_equals_the_quantisers(record, n, dtype):
-    count = 2 * n + 1
-    rows = random_rows(record, count, dtype=dtype)
-    pool = poisoned(record, 4, n)
-    slots = torch.randperm(4 * n, generator=torch.Generator().manual_seed(n))[:count]
-    record.insert(pool, n, slots, rows)
-    expected = expected_values(record, rows)
-    assert same(record.gather(pool, n, slots, torch.float32), expected)
-    assert same(record.gather(pool, n, slots.int().view(1, -1), dtype), expected.to(dtype)[None])
+def test_read_back_equals_the_quantisers(record):
+    for n, dtype in product([1, 2, 7, 64], [torch.float32, torch.bfloat16, torch.float16]):
+        count = 2 * n + 1
+        rows = random_rows(record, count, dtype=dtype)
+        pool = poisoned(record, 4, n)
+        slots = torch.randperm(4 * n, generator=torch.Generator().manual_seed(n))[:count]
+        record.insert(pool, n, slots, rows)
+        expected = expected_values(record, rows)
+        assert same(record.gather(pool, n, slots, torch.float32), expected), (n, dtype)
+        assert same(record.gather(pool, n, slots.int().view(1, -1), dtype), expected.to(dtype)[None]), (n, dtype)
 
 
 def test_insert_changes_only_the_bytes_of_its_entries(record):
@@ -224,22 +224,18 @@ def test_scale_pad_bytes_are_written_zero():
         assert row[:groups].all()
 
 
-@pytest.mark.parametrize(
-    "slots",
-    [[-1], [-1, -5, -1], [3, -1, 0, -2], [-1, 0, -(2**40)], [-1, -1, 5]],
-    ids=str,
-)
-def test_negative_slots_write_nothing_and_read_zeros(record, slots):
-    n, slots = 3, torch.tensor(slots)
-    rows = random_rows(record, len(slots))
-    rows[slots < 0] = float("nan")
-    pool, only_live = poisoned(record, 2, n), poisoned(record, 2, n)
-    record.insert(pool, n, slots, rows)
-    record.insert(only_live, n, slots[slots >= 0], rows[slots >= 0])
-    assert torch.equal(pool, only_live)
-    got = record.gather(pool, n, slots, torch.float32)
-    assert same(got[slots < 0], torch.zeros(int((slots < 0).sum()), record.dim))
-    assert same(got[slots >= 0], expected_values(record, rows[slots >= 0]))
+def test_negative_slots_write_nothing_and_read_zeros(record):
+    for numbers in ([-1], [-1, -5, -1], [3, -1, 0, -2], [-1, 0, -(2**40)], [-1, -1, 5]):
+        n, slots = 3, torch.tensor(numbers)
+        rows = random_rows(record, len(slots))
+        rows[slots < 0] = float("nan")
+        pool, only_live = poisoned(record, 2, n), poisoned(record, 2, n)
+        record.insert(pool, n, slots, rows)
+        record.insert(only_live, n, slots[slots >= 0], rows[slots >= 0])
+        assert torch.equal(pool, only_live), numbers
+        got = record.gather(pool, n, slots, torch.float32)
+        assert same(got[slots < 0], torch.zeros(int((slots < 0).sum()), record.dim)), numbers
+        assert same(got[slots >= 0], expected_values(record, rows[slots >= 0])), numbers
 
 
 def test_poison_elsewhere_does_not_leak(record):
@@ -266,23 +262,23 @@ def test_zero_rows_and_scalar_slots(record):
     assert torch.equal(pool, before)
 
 
-@pytest.mark.parametrize(("lead", "gap"), [(0, 0), (576, 1152), (8, 24), (3, 5), (2, 6), (1, 0)], ids=str)
-def test_strided_pool_equals_contiguous_pool(record, lead, gap):
+def test_strided_pool_equals_contiguous_pool(record):
     n, num_pages = 6, 4
     page = record.page_bytes(n)
-    pool = poisoned(record, num_pages, n)
-    block = torch.full((num_pages, lead + page + gap), POISON, dtype=torch.uint8)
-    strided = block[:, lead : lead + page]
     slots = torch.tensor([0, 23, 7, -1, 12])
     rows = random_rows(record, 5)
+    pool = poisoned(record, num_pages, n)
     record.insert(pool, n, slots, rows)
-    record.insert(strided, n, slots, rows)
-    assert torch.equal(strided, pool)
-    assert (block[:, :lead] == POISON).all()
-    assert (block[:, lead + page :] == POISON).all()
-    assert same(record.gather(strided, n, slots, torch.float32), record.gather(pool, n, slots, torch.float32))
-    wide = block[:, lead:]
-    assert same(record.gather(wide, n, slots, torch.float32), record.gather(pool, n, slots, torch.float32))
+    read = record.gather(pool, n, slots, torch.float32)
+    for lead, gap in ((0, 0), (576, 1152), (8, 24), (3, 5), (2, 6), (1, 0)):
+        block = torch.full((num_pages, lead + page + gap), POISON, dtype=torch.uint8)
+        strided = block[:, lead : lead + page]
+        record.insert(strided, n, slots, rows)
+        assert torch.equal(strided, pool), (lead, gap)
+        assert (block[:, :lead] == POISON).all(), (lead, gap)
+        assert (block[:, lead + page :] == POISON).all(), (lead, gap)
+        assert same(record.gather(strided, n, slots, torch.float32), read), (lead, gap)
+        assert same(record.gather(block[:, lead:], n, slots, torch.float32), read), (lead, gap)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from deepseek_attn.cli import main
 from deepseek_attn.cli.batch import PromptBatch
 from deepseek_attn.runner import TokenRecords
 from deepseek_attn.runner.record_store import RecordStore
-from tests.support.small_models import three_layers
+from tests.support.small_models import two_layers
 
 OPTIONS = ["--device", "cpu", "--max-model-len", "120", "--max-num-seqs", "2", "--max-tokens", "6", "--ignore-eos"]
 IDS = list(range(40, 70))
@@ -23,7 +23,7 @@ PROMPTS = [IDS, [44, 45], [9999], IDS[3:9]]  # the third is wrong
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    config = three_layers()
+    config = two_layers()
     return str(write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny"))
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,8 @@ from tests.support.small_models import two_layers
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NEEDED = "needs the openai package, starlette and uvicorn: pip install openai 'deepseek-attn[serve]'"
-openai = pytest.importorskip("openai", reason=NEEDED)
-pytest.importorskip("starlette", reason=NEEDED)
-uvicorn = pytest.importorskip("uvicorn", reason=NEEDED)
+if not all(find_spec(name) for name in ("openai", "starlette", "uvicorn")):
+    pytest.skip(NEEDED, allow_module_level=True)
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -44,6 +44,9 @@ def llm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(llm):
+    import openai  # takes a second, in the process that runs these tests
+    import uvicorn
+
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(SCRIPTS)
         app = importlib.import_module("serve_example").make_app(llm, "tiny")
@@ -206,6 +209,8 @@ def test_a_client_that_goes_away(client, llm):
     ],
 )
 def test_wrong_requests(client, body, message):
+    import openai
+
     fields = {"model": "tiny", "messages": HI} | body
     known = {key: fields.pop(key) for key in ("model", "messages")}
     with pytest.raises(openai.BadRequestError) as error:

@@ -121,7 +121,17 @@ def run(checkout: Path, *options: str) -> tuple[int, list[str], dict]:
     return done.returncode, lines, json.loads(lines[-1])
 
 
-def test_every_outcome_is_counted_and_a_wrong_case_is_shown(checkout):
+def test_a_wrong_case_is_shown(checkout):
+    """Every sixth case: the first, and the only wrong one."""
+    status, lines, last = run(checkout, "--slice", "0/6")
+    assert status == 1
+    assert [last[key] for key in ("cases", "passed", "wrong", "out of memory")] == [7, 1, 1, 0]
+    assert "AssertionError: b is 3" in lines
+    assert [case["number"] for case in last["wrong_cases"]] == [6]
+
+
+@pytest.mark.exhaustive
+def test_every_outcome_is_counted(checkout):
     status, lines, last = run(checkout)
     assert status == 1
     assert [last[key] for key in ("cases", "passed", "wrong", "out of memory", "skipped")] == [7, 4, 1, 1, 1]

@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-import torch
-from torch import Tensor
 
-from deepseek_attn.impls import flash_mla
-from deepseek_attn.testing import relative_error
+if TYPE_CHECKING:  # the process that only hands out tests does not import torch
+    from torch import Tensor
 
 RESULTS = "DEEPSEEK_ATTN_GPU_RESULTS"
 LIMIT = 4e-3  # relative to float32; the kernels round weights and output to bf16
@@ -43,6 +41,10 @@ class Report(list[Case]):
 
     def compare(self, section: str, case: str, got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
         """Of (output, log-sum-exp) pairs ``[T, H, d]`` and ``[T, H]``: the worst row of each."""
+        import torch
+
+        from deepseek_attn.testing import relative_error
+
         self.add(section, case, relative_error(got[0], expected[0]))
         finite = expected[1].isfinite()
         same = bool((got[1].isposinf() == expected[1].isposinf()).all())  # NaN is neither
@@ -55,6 +57,10 @@ class Report(list[Case]):
 
     def write(self, path: Path, command: str) -> None:
         """As JSON: the command, a summary with the worst error of each section and limit, and all cases."""
+        import torch
+
+        from deepseek_attn.impls import flash_mla
+
         worst: dict[str, dict[str, float]] = {}
         for case in self:
             limits = worst.setdefault(case.section, {})

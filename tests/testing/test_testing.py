@@ -11,7 +11,7 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.testing import __main__ as example
+from deepseek_attn.testing import __file__ as testing_file
 from deepseek_attn.testing import layer_reference, relative_error
 from deepseek_attn.testing.random_layer import NAN_BYTE
 from deepseek_attn.testing.transformers_layer import TransformersLayer
@@ -19,6 +19,7 @@ from tests.house.test_imports import MODULES, imported_with
 from tests.support.tiers import tiered
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = Path(testing_file).with_name("__main__.py")  # a program: importing it runs it
 V32 = ModelConfig.from_preset("tiny_v32")
 LAYERS = {
     "SWA": (ModelConfig.from_preset("tiny"), 0),
@@ -34,7 +35,7 @@ OTHERS += [(kind, "float32", "official") for kind in LAYERS]
 
 def test_the_example(capsys):
     """``python -m deepseek_attn.testing``, which README shows."""
-    runpy.run_path(example.__file__, run_name="__main__")
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     found = [re.fullmatch(r"(\w+): largest difference to transformers (\S+)", line).groups() for line in lines]
     assert [kind for kind, _ in found] == ["SWA", "C4A", "C128A"]
@@ -42,7 +43,7 @@ def test_the_example(capsys):
 
 
 def test_the_example_is_that_of_the_page():
-    code = Path(example.__file__).read_text(encoding="utf-8").split('"""')[-1].strip()
+    code = EXAMPLE.read_text(encoding="utf-8").split('"""')[-1].strip()
     assert f"```python\n{code}\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 

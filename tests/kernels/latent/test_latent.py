@@ -84,9 +84,11 @@ def close(got, expected):
     assert ((got.double().cpu() - expected).abs() <= LIMIT[got.dtype] * size).all()
 
 
-@pytest.mark.parametrize("T", [1, 9, 33, 130])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+QUICK = [(shape, dtype, 9) for shape in SHAPES for dtype in DTYPES]
+QUICK += [("V3.2", torch.bfloat16, 33), ("odd", torch.float16, 1), ("alone", torch.float32, 130)]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "T"), tiered(itertools.product(SHAPES, DTYPES, [1, 9, 33, 130]), QUICK))
 def test_queries(ops, device, shape, dtype, T):
     queries = make_queries(shape, dtype, device, T)
     got = ops.absorb_queries(queries)
@@ -131,9 +133,7 @@ def test_no_rank_is_left_out(ops, device):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("T", [1, 9, 33, 130])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype", "T"), tiered(itertools.product(SHAPES, DTYPES, [1, 9, 33, 130]), QUICK))
 def test_values(ops, device, shape, dtype, T):
     heads, _, _, rank, padded = SHAPES[shape]
     latents = torch.full((T, padded, rank), NAN, device=device).to(dtype)
@@ -145,9 +145,13 @@ def test_values(ops, device, shape, dtype, T):
     close(got.unflatten(1, (heads, 48)), expected.cpu())
 
 
-@pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
-@pytest.mark.parametrize("T", [1, 9, 60, 130])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "T", "pow2"),
+    tiered(
+        itertools.product([torch.bfloat16, torch.float16], [1, 9, 60, 130], [True, False]),
+        [(torch.bfloat16, 1, True), (torch.float16, 9, False), (torch.bfloat16, 60, True), (torch.float16, 130, False)],
+    ),
+)
 def test_values_are_also_quantised(ops, device, dtype, T, pow2):
     latents = (torch.randn(T, 5, 512, device=device) * torch.logspace(-3, 2, T, device=device)[:, None, None]).to(dtype)
     latents[0, 1] = 0

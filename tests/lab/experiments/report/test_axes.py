@@ -3,9 +3,6 @@
 from itertools import pairwise
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from deepseek_attn.lab.bench.plots import FOREGROUND, SERIES
 from deepseek_attn.lab.experiments.report.axes import (
@@ -23,12 +20,20 @@ from deepseek_attn.lab.experiments.report.axes import (
 
 @pytest.fixture
 def axes():
+    from matplotlib.figure import Figure  # not by processes that run other tests
+
     return Figure(figsize=(5.2, 3.5)).subplots()
+
+
+def draw(axes):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(axes.figure).draw()
 
 
 def shown_ticks(axes):
     """(place, text, box) of the labels of the x axis inside the view, as drawn."""
-    FigureCanvasAgg(axes.figure).draw()
+    draw(axes)
     left, right = axes.get_xlim()
     labels = [*axes.get_xticklabels(), *axes.get_xticklabels(minor=True)]
     found = [(label.get_position()[0], label.get_text(), label.get_window_extent()) for label in labels]
@@ -124,11 +129,13 @@ def test_points_that_coincide_are_rings_of_different_sizes(axes):
 
 
 def test_numbers_of_points_that_coincide_are_one_text_and_none_overlap(axes):
+    from matplotlib.text import Text
+
     ends = [1.0, 1.0, 1.1, 1.2, 5.0, 1.0]
     marks = [Mark(n, SERIES[n], [(0, 0), (1, end)]) for n, end in enumerate(ends, 1)]
     draw_lines(axes, marks)
     write_numbers(axes, marks)
-    FigureCanvasAgg(axes.figure).draw()
+    draw(axes)
     texts = {text.get_text(): text for text in axes.texts}
     assert set(texts) == {"1, 2, 6", "3", "4", "5"}
     assert texts["1, 2, 6"].get_color() == FOREGROUND
