@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,14 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.attention.compressor import Compressor
-from deepseek_attn.attention.indexer import Indexer
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.kernels.attention.reference import softmax_block
 from deepseek_attn.kernels.common.norm_rope import apply_rope, rms_norm
 from deepseek_attn.kernels.indexer import index_query, topk_indices
 from deepseek_attn.kernels.insert import query_norm_rope
 from deepseek_attn.kernels.insert.reference import pool_windows
-from deepseek_attn.layers.linear import multi_linear
+from deepseek_attn.layers.linear import Linear, multi_linear
 
 
 @dataclass
@@ -33,7 +33,7 @@ class WholeSequences:
     """The step of a model that computes sequences from their first token on.
 
     Attributes:
-        batch, length: sequences, and tokens of each.
+        batch, length: sequences, and tokens of each; device: of the model.
         select: which entries a query reads in layers with an indexer: ``all`` visible ones, or the top-k of the
             indexer's scores (``learned``, as a running model does), of the layer's own attention over all visible
             entries (``oracle``), or of a hash (``random``).
@@ -42,24 +42,47 @@ class WholeSequences:
         draft_keys: window keys of an MTP layer at each earlier draft step, to which the layer appends those of this
             one; None outside of draft steps.
         observer: called with each layer's `Reading`; None: no layer computes one.
+        shared: what layers of V4.1 read of others, by the number of the layer that made it.
+        ngrams: int64 ``[B * S, n]``, each token, the one before it and so on, for V4.1's n-gram memory.
     """
 
     batch: int
     length: int
+    device: torch.device
     select: str = "learned"
     trains_index: bool = True
     noise: Tensor | None = None
     index_losses: list[Tensor] = field(default_factory=list)
     draft_keys: list[Tensor] | None = None
     observer: Callable[[Reading], None] | None = None
+    shared: dict[int, SharedEntries] = field(default_factory=dict)
+    ngrams: Tensor | None = None
 
-    def positions(self, device: torch.device) -> Tensor:
+    @cached_property
+    def positions(self) -> Tensor:
         """Int64 ``[B * S]``."""
-        return torch.arange(self.length, device=device).repeat(self.batch)
+        return torch.arange(self.length, device=self.device).repeat(self.batch)
 
     def rows(self, x: Tensor) -> Tensor:
         """``[B * S, ...]`` -> ``[B, S, ...]``."""
         return x.unflatten(0, (self.batch, self.length))
+
+
+@dataclass
+class SharedEntries:
+    """What a layer of V4.1 makes for later ones.
+
+    Attributes:
+        entries: ``[B, E, D]``; keys: index keys ``[B, E, d]``, through which no gradient reaches the entries. None unless
+            the layer owns them.
+        readable: bool ``[B or 1, S, E]``, its selection; candidates: bool ``[B, S, E]``, entries of the blocks that it
+            keeps; None where nothing is limited.
+    """
+
+    entries: Tensor | None = None
+    keys: Tensor | None = None
+    readable: Tensor | None = None
+    candidates: Tensor | None = None
 
 
 class Reading(NamedTuple):
@@ -98,10 +121,9 @@ class TrainedAttention(DeepseekV4MLAAttention):
 
     def forward(self, x: Tensor, positions: Tensor, step: WholeSequences) -> Tensor:
         """Normed ``x [B * S, hidden_size]`` -> ``[B * S, hidden_size]``."""
-        own = self.input_linears[: 2 if self.compressor is None else 4]
         with precision(x.device, self.product_dtype):
             x = x.to(self.product_dtype)
-            qr, kv, *projected = multi_linear(x, own)
+            qr, kv, *projected = multi_linear(x, self.trained_linears)
             qr = rms_norm(qr, self.eps, self.q_norm.weight)
             q = step.rows(query_norm_rope(self.raw_queries(self.wq_b(qr), positions)))
             kv = rms_norm(kv, self.eps, self.kv_norm.weight)
@@ -113,11 +135,11 @@ class TrainedAttention(DeepseekV4MLAAttention):
             else:
                 keys = [window_keys(kv, window)]
             found = scores = None
-            if self.compressor is not None and step.length >= self.compress_ratio:
-                entries = compressed(self.compressor, projected[0], projected[1], step)
+            if self.compress_ratio and step.length >= self.compress_ratio:
+                entries = self.make_entries(projected, step)
                 visible = visible_entries(step.length, self.compress_ratio, x.device)
                 if self.indexer is not None and (step.trains_index or step.select == "learned"):
-                    scores = self.index_scores(self.indexer, x.detach(), qr.detach(), positions, step)
+                    scores = self.index_scores(x.detach(), qr.detach(), positions, step)
                 found = Entries(entries, visible, self.readable(q, keys, entries, visible, scores, step))
                 keys.append(entry_keys(entries, found.readable, window))
             if step.observer is not None and step.draft_keys is None:
@@ -126,6 +148,16 @@ class TrainedAttention(DeepseekV4MLAAttention):
             if step.trains_index and scores is not None and found is not None:
                 step.index_losses.append(index_loss(scores, shares[..., -scores.shape[2] :].sum(2), found.readable))
             return self.wo_b(self.wo_a.project(o.flatten(0, 1), positions, self.rope.cos_sin))
+
+    @property
+    def trained_linears(self) -> list[Linear]:
+        """The projections of the layer's input that gradients of the language model's loss pass through."""
+        return self.input_linears[: 2 if self.compressor is None else 4]
+
+    def make_entries(self, projected: list[Tensor], step: WholeSequences) -> Tensor:
+        """The entries ``[B, E, D]`` that the layer reads, from the results of `trained_linears` but the first two."""
+        assert self.compressor is not None
+        return compressed(self.compressor, projected[0], projected[1], step)
 
     @torch.no_grad()
     def readable(
@@ -167,8 +199,10 @@ class TrainedAttention(DeepseekV4MLAAttention):
         visible, read = (marks.expand_as(mass) for marks in (found.visible, found.readable))
         return Reading(self.spec.index, dense[..., -length:].sum(2), mass, visible, read)
 
-    def index_scores(self, indexer: Indexer, x: Tensor, qr: Tensor, positions: Tensor, step: WholeSequences) -> Tensor:
-        """The indexer's scores ``[B, S, E]``."""
+    def index_scores(self, x: Tensor, qr: Tensor, positions: Tensor, step: WholeSequences) -> Tensor:
+        """The indexer's scores ``[B, S, E]``; x, qr: without gradient."""
+        indexer = self.indexer
+        assert indexer is not None
         values, gates, weights = multi_linear(x, self.input_linears[4:])
         keys = compressed(indexer.compressor, values, gates, step)
         queries = index_query(indexer.query_rows(indexer.wq_b(qr), weights, positions))

@@ -54,8 +54,9 @@ class DraftModel(nn.Module):
             depth: drafts from every row.
         """
         model = self.dense.model
-        layer, step = model.mtp["0"], WholeSequences(token_ids.shape[0], token_ids.shape[1] - 1, draft_keys=[])
-        next_ids, positions = token_ids[:, 1:].flatten(), step.positions(token_ids.device)
+        size, length = token_ids.shape
+        layer, step = model.mtp["0"], WholeSequences(size, length - 1, token_ids.device, draft_keys=[])
+        next_ids, positions = token_ids[:, 1:].flatten(), step.positions
         with torch.no_grad():
             dense = self.dense(token_ids)
             streams = dense.streams.unflatten(0, token_ids.shape)[:, :-1]

@@ -12,7 +12,7 @@ from torch import nn
 from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.kernels.moe import swiglu
 from deepseek_attn.lab.training.attention import Reading, TrainedAttention, WholeSequences, mix_bits, precision
-from deepseek_attn.models.block import Block
+from deepseek_attn.models.block import Backbone, Block
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.models.mtp import MTPLayer
@@ -67,6 +67,9 @@ class TrainedModel(DeepseekV4):
     block_class = TrainedBlock
     mtp_class = TrainedMTPLayer
 
+    def ngrams(self, token_ids: torch.Tensor) -> None:
+        """V4 has no n-gram memory."""
+
 
 class Dense(NamedTuple):
     """Results of a model over whole sequences.
@@ -88,7 +91,8 @@ class DenseModel(nn.Module):
     """Calls a model with ``[B, S]`` tokens, every operation differentiable.
 
     Args:
-        model: the whole backbone, its weights dequantised; an MTP layer is left to `drafts.DraftModel`.
+        model: the whole backbone, a `TrainedModel` or `v41.TrainedV41`, its weights dequantised; an MTP layer is left to
+            `drafts.DraftModel`.
         dtype: of matrix products; bfloat16 for speed on a GPU. Hyper-connections, router, norms, softmax and logits are
             float32 in any case.
         selection: which entries a query reads once entries are selected: ``learned``, ``oracle`` or ``random``, see
@@ -96,13 +100,11 @@ class DenseModel(nn.Module):
         seed: of a random selection.
     """
 
-    def __init__(
-        self, model: TrainedModel, dtype: torch.dtype = torch.float32, selection: str = "learned", seed: int = 0
-    ):
+    def __init__(self, model: Backbone, dtype: torch.dtype = torch.float32, selection: str = "learned", seed: int = 0):
         super().__init__()
         self.model, self.selection, self.seed = model, selection, seed
         for module in model.modules():
-            if isinstance(module, TrainedAttention | TrainedMoE):
+            if hasattr(module, "product_dtype"):
                 module.product_dtype = dtype
 
     def forward(
@@ -116,13 +118,15 @@ class DenseModel(nn.Module):
         """
         step = WholeSequences(
             *token_ids.shape,
+            token_ids.device,
             select=self.selection if select else "all",
             trains_index=self.selection == "learned",
             noise=mix_bits(mix_bits(token_ids + self.seed * 7919).cumsum(1)) if self.selection == "random" else None,
             observer=observer,
+            ngrams=self.model.ngrams(token_ids),
         )
         with reference_ops():
-            streams = self.model(token_ids.flatten(), step.positions(token_ids.device), step)
+            streams = self.model(token_ids.flatten(), step.positions, step)
             logits = step.rows(self.model.logits(streams))
         index_loss = sum(step.index_losses, start=streams.new_zeros(()))
         return Dense(logits, index_loss, torch.stack([block.ffn.load for block in self.model.layers.values()]), streams)

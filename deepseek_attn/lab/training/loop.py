@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.options import pick_device
+from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.lab.training.drafts import DraftModel, count_accepted, draft_losses
 from deepseek_attn.lab.training.forward import DenseModel
 from deepseek_attn.lab.training.save import TrainedSource
@@ -22,10 +23,11 @@ from deepseek_attn.lab.training.state import Steps, TrainingState
 from deepseek_attn.lab.training.step import BackboneStep, MtpStep, TrainingStep
 from deepseek_attn.lab.training.task import Task, generator_of
 from deepseek_attn.lab.training.weights import FreshSource, build_model
-from deepseek_attn.models.deepseek_v4 import DeepseekV4
+from deepseek_attn.models.block import Backbone
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.utils.clock import seconds_since
 
+TrainableConfig = ModelConfig | DeepseekV41Config
 WARMUP = 0.05  # share of the training in which the learning rate rises
 DENSE_SHARE = 0.5  # share that reads all entries with unquantised weights, see `train`
 REPORT_EVERY = 20
@@ -85,8 +87,8 @@ class TrainResult:
         dense: the model over whole sequences, with gradients.
     """
 
-    config: ModelConfig
-    model: DeepseekV4 = field(repr=False)
+    config: TrainableConfig
+    model: Backbone = field(repr=False)
     losses: list[tuple[int, float]] = field(repr=False)
     metrics: dict[str, float]
     steps: int
@@ -105,7 +107,7 @@ class TrainResult:
 
 
 def train(
-    config: ModelConfig,
+    config: TrainableConfig,
     task: Task,
     *,
     steps: int,
@@ -176,7 +178,7 @@ def train(
 
 
 def train_stepwise(
-    config: ModelConfig,
+    config: TrainableConfig,
     task: Task,
     *,
     steps: int,
@@ -342,14 +344,16 @@ def run_steps(
     return Steps(done, losses, seconds())
 
 
-def checked_family(config: AnyConfig) -> ModelConfig:
-    """The config; ValueError for one of another family than V4."""
-    if not isinstance(config, ModelConfig):
-        raise ValueError(f"cannot train a {config.model_type}: only DeepSeek-V4 has a differentiable path here")
+def checked_family(config: AnyConfig) -> TrainableConfig:
+    """The config; ValueError for one of another family than V4 and V4.1."""
+    if not isinstance(config, ModelConfig | DeepseekV41Config):
+        raise ValueError(
+            f"cannot train a {config.model_type}: only DeepSeek-V4 and V4.1 have a differentiable path here"
+        )
     return config
 
 
-def check(config: ModelConfig, task: Task, steps: int, batch: int, seq_len: int, dense_share: float) -> None:
+def check(config: TrainableConfig, task: Task, steps: int, batch: int, seq_len: int, dense_share: float) -> None:
     """ValueError, with all problems, for sizes that `train` cannot use."""
     checked_family(config)
     problems = []
@@ -398,7 +402,7 @@ def check_mtp(mtp: FilledMtpTraining, seq_len: int) -> None:
     check_rates(mtp.lr, mtp.weight_decay, None, "mtp.")
 
 
-def served_weights(model: DeepseekV4, config: ModelConfig) -> dict[str, torch.Tensor]:
+def served_weights(model: Backbone, config: AnyConfig) -> dict[str, torch.Tensor]:
     """Parameters by name as a runner loads them from a checkpoint."""
     return TrainedSource(model, config).rounded_parameters()
 
@@ -406,7 +410,7 @@ def served_weights(model: DeepseekV4, config: ModelConfig) -> dict[str, torch.Te
 @torch.no_grad()
 def evaluate(
     dense: DenseModel,
-    config: ModelConfig,
+    config: TrainableConfig,
     task: Task,
     batches: int,
     batch: int,

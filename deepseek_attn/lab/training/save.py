@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 
 from deepseek_attn.checkpoint.names import EXPERT
 from deepseek_attn.checkpoint.published import PublishedSource
-from deepseek_attn.checkpoint.recipes import Recipe
+from deepseek_attn.checkpoint.recipes import ROWS, Recipe
 from deepseek_attn.checkpoint.write import write_checkpoint
-from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.lab.training.weights import rounded
-from deepseek_attn.models.deepseek_v4 import DeepseekV4
+from deepseek_attn.models.block import Backbone
 
 MTP = "mtp."  # begins the names of an MTP layer's tensors
 
@@ -22,7 +22,7 @@ MTP = "mtp."  # begins the names of an MTP layer's tensors
 class TrainedSource(PublishedSource):
     """The weights of a model in training as the checkpoint that stores them."""
 
-    def __init__(self, model: DeepseekV4, config: AnyConfig):
+    def __init__(self, model: Backbone, config: AnyConfig):
         super().__init__(config)
         self.model = model
 
@@ -44,7 +44,8 @@ class TrainedSource(PublishedSource):
             parameter, expert = parameter_name(name)
             values = self.model.get_parameter(parameter)
             if not expert and values.is_floating_point():
-                result[parameter] = rounded(values, self.stored_as(name))
+                form = ROWS if self._recipes[name].kind == ROWS else self.stored_as(name)
+                result[parameter] = rounded(values, form, self.config.FP8_GROUP)
         return result
 
 
@@ -57,8 +58,8 @@ def parameter_name(published: str) -> tuple[str, int | None]:
 
 
 def save_checkpoint(
-    model: DeepseekV4,
-    config: ModelConfig,
+    model: Backbone,
+    config: AnyConfig,
     directory: str | Path,
     tokenizer: Tokenizer | None = None,
     texts: Mapping[str, str] | None = None,

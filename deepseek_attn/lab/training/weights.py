@@ -8,15 +8,26 @@ import torch
 
 from deepseek_attn.checkpoint.loader import load_model
 from deepseek_attn.checkpoint.published import published_tensors
-from deepseek_attn.checkpoint.recipes import DRAW, Recipe
+from deepseek_attn.checkpoint.recipes import DRAW, ROWS, Recipe
 from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics
+from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
-from deepseek_attn.kernels.common.quant import dequantize_fp4, dequantize_fp8_block, quantize_fp4, quantize_fp8_block
+from deepseek_attn.kernels.common.quant import (
+    dequantize_fp4,
+    dequantize_fp8,
+    dequantize_fp8_block,
+    quantize_fp4,
+    quantize_fp8,
+    quantize_fp8_block,
+)
+from deepseek_attn.kernels.engram.types import SCALE_GROUP
 from deepseek_attn.lab.training.forward import TrainedModel
+from deepseek_attn.lab.training.v41 import TrainedV41
 from deepseek_attn.models.block import BuildContext
 
+FP8_BLOCK = 128
 EMBED_STD, HEAD_STD, STREAM_STD = 0.3, 0.02, 0.02
 # Streams start as plain residuals: each sublayer reads mostly one of them, writes to all, and barely mixes them.
 PICK, KEEP, MIX = 2.0, 3.0, 0.1
@@ -25,8 +36,8 @@ OUTPUTS = ("wo_b.weight", "w2.weight")
 
 
 def build_model(
-    config: ModelConfig, source: CheckpointSource, device: torch.device, max_positions: int
-) -> TrainedModel:
+    config: ModelConfig | DeepseekV41Config, source: CheckpointSource, device: torch.device, max_positions: int
+) -> TrainedModel | TrainedV41:
     """The model in float32, loaded from any checkpoint; its float parameters require gradients.
 
     The router's bias does not: it steers the choice of experts only, and `balance` sets it.
@@ -45,7 +56,7 @@ def build_model(
     context = BuildContext(
         config, get_numerics("exact"), torch.float32, device, DeepseekV4ReferenceSparseImpl, max_positions
     )
-    model = TrainedModel(context)
+    model = TrainedV41(context) if isinstance(config, DeepseekV41Config) else TrainedModel(context)
     report = load_model(model, source, progress=False)
     if config.mtp_layers and not report.mtp_loaded:
         raise ValueError(
@@ -60,7 +71,7 @@ def build_model(
 class FreshSource(CheckpointSource):
     """Initial values: float32, drawn tensor by tensor from ``(seed, name)``."""
 
-    def __init__(self, config: ModelConfig, seed: int = 0):
+    def __init__(self, config: ModelConfig | DeepseekV41Config, seed: int = 0):
         self.config, self.seed = config, seed
         self._recipes = dict(published_tensors(config))
 
@@ -101,7 +112,8 @@ class FreshSource(CheckpointSource):
         part, layer = name.split(".")[:2]
         layer = int(layer) + (self.config.num_hidden_layers if part == "mtp" else 0)
         pre = torch.full((m,), -PICK, dtype=torch.float32, device="cpu")
-        pre[(2 * layer + ("ffn" in name)) % m] = PICK
+        later = isinstance(self.config, DeepseekV41Config)  # a sublayer has the weights of the next one's input
+        pre[(2 * layer + ("ffn" in name) + later) % m] = PICK
         return torch.cat(
             [
                 pre,
@@ -111,18 +123,25 @@ class FreshSource(CheckpointSource):
         )
 
 
-def rounded(values: torch.Tensor, form: str) -> torch.Tensor:
+def rounded(values: torch.Tensor, form: str, group: int = FP8_BLOCK) -> torch.Tensor:
     """``values`` after a round trip through storage (see `PublishedSource.stored_as`); the gradient passes unchanged.
 
     Args:
         values: float32 ``[out, in]``, stacked experts ``[experts, out, in]``, or any shape for unquantised forms.
+        form: see `PublishedSource.stored_as`, or ``rows`` for a table whose groups of 32 columns have a scale each.
+        group: rows and columns of an FP8 block.
     """
     plain = values.detach()
     if form == "fp4":
         stored = dequantize_fp4(*quantize_fp4(plain))
+    elif form == ROWS:
+        stored = dequantize_fp8(*quantize_fp8(plain, SCALE_GROUP), SCALE_GROUP)
     elif form == "fp8":
         matrices = plain if plain.dim() == 3 else plain.unsqueeze(0)
-        stored = torch.stack([dequantize_fp8_block(*quantize_fp8_block(m)) for m in matrices]).view_as(plain)
+        block = (group, group)
+        stored = torch.stack([dequantize_fp8_block(*quantize_fp8_block(m, block), block) for m in matrices]).view_as(
+            plain
+        )
     else:
         stored = plain.to(DTYPES[form].torch).float()
     return values + (stored - plain)
