@@ -73,8 +73,8 @@ class SharedEntries:
     """What a layer of V4.1 makes for later ones.
 
     Attributes:
-        entries: ``[B, E, D]``; keys: index keys ``[B, E, d]``, through which no gradient reaches the entries. None unless
-            the layer owns them.
+        entries: ``[B, E, D]``; keys: index keys ``[B, E, d]``, without gradient to the entries. None unless the layer
+            owns them.
         readable: bool ``[B or 1, S, E]``, its selection; candidates: bool ``[B, S, E]``, entries of the blocks that it
             keeps; None where nothing is limited.
     """

@@ -91,8 +91,8 @@ class DenseModel(nn.Module):
     """Calls a model with ``[B, S]`` tokens, every operation differentiable.
 
     Args:
-        model: the whole backbone, a `TrainedModel` or `v41.TrainedV41`, its weights dequantised; an MTP layer is left to
-            `drafts.DraftModel`.
+        model: the whole backbone, a `TrainedModel` or `v41.TrainedV41`, its weights dequantised; an MTP layer is left
+            to `drafts.DraftModel`.
         dtype: of matrix products; bfloat16 for speed on a GPU. Hyper-connections, router, norms, softmax and logits are
             float32 in any case.
         selection: which entries a query reads once entries are selected: ``learned``, ``oracle`` or ``random``, see

@@ -18,7 +18,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.small_models import assert_close, prompt
 
 CPU = torch.device("cpu")
-SHARED = {"selection": 2, "candidates": [3, 4], "engram": True}
+SHARED = {"selection": 2, "candidates": 3, "engram": True}
 
 
 def published_tiny():
@@ -43,7 +43,7 @@ def runner_of(config, source):
 
 @pytest.mark.parametrize("config", [published_tiny(), sized()], ids=["published", "sized"])
 def test_logits_are_those_of_the_caches(config):
-    """Past the candidates of three and four blocks of four, and past the selected entries."""
+    """Past the candidates, of 16 and 24 entries, and past the selected entries."""
     prompts = [prompt(config, 75, seed) for seed in range(2)]
     model, generator = build_model(config, FreshSource(config, 1), CPU, 128), torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -49,7 +49,7 @@ class Experiment:
     Attributes:
         name: file name of the results; title: heading of the report; question: what it is to answer, its first words.
         origin: the file, or the name of a shipped experiment.
-        base: the model that variants change.
+        base: the model that variants change, after the ``base_changes``.
         seeds: of weights and data, for everything that is trained.
         device: None: the first GPU if there is one, else the CPU.
         jobs: worker processes that train at the same time; timings always run alone.
@@ -61,6 +61,7 @@ class Experiment:
     question: str | None
     origin: str
     base: ModelConfig
+    base_changes: Mapping[str, Any]
     variants: tuple[ModelVariant, ...]
     seeds: tuple[int, ...]
     device: str | None
@@ -73,8 +74,8 @@ class Experiment:
     checkpoint: CheckpointSettings | None
 
     def base_of(self, task: TaskSettings) -> ModelConfig:
-        """The model that is trained on a task, before its variants."""
-        return self.base if task.size is None else sized_model(task.size)
+        """The model that is trained on a task, before its variants; ``base_changes`` change one of another size too."""
+        return self.base if task.size is None else sized_model(task.size).replace(**self.base_changes)
 
     def variant(self, name: str) -> ModelVariant:
         return next(variant for variant in self.variants if variant.name == name)
@@ -129,7 +130,7 @@ def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
         reader.problem(f"seeds is {raw.get('seeds')!r}: expected a list of different integers from 0 to {MAX_INTEGER}")
     name = _read_name(reader, raw.get("name", Path(origin).stem))
     title = read_label(reader, "title", raw.get("title", name))
-    question = raw.get("question")
+    question, changes = raw.get("question"), reader.mapping("base_changes") or {}
     question = None if question is None else read_label(reader, "question", question)
     jobs = reader.integer("jobs", 1)
     if sections["train"] is not None:
@@ -150,7 +151,18 @@ def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
     assert name is not None
     assert title is not None
     return Experiment(
-        name, title, question, Path(origin).name, base, tuple(variants), tuple(seeds), device, jobs, limit_s, **sections
+        name,
+        title,
+        question,
+        Path(origin).name,
+        base,
+        changes,
+        tuple(variants),
+        tuple(seeds),
+        device,
+        jobs,
+        limit_s,
+        **sections,
     )
 
 
@@ -281,7 +293,13 @@ def _check_train(
             reader.problem(f"train.tasks.{label}.variants names {', '.join(unknown)}: there are {', '.join(names)}")
         if unknown := [str(seed) for seed in task.seeds or () if seed not in seeds]:
             reader.problem(f"train.tasks.{label}.seeds names {', '.join(unknown)}: seeds are {seeds}")
-        model = base if task.size is None else sized_model(task.size)
+        model = base
+        if task.size is not None:
+            try:
+                model = sized_model(task.size).replace(**(reader.mapping("base_changes") or {}))
+            except (ValueError, TypeError) as error:
+                reader.problem(f"train.tasks.{label}: base_changes do not fit size {task.size}: {error}")
+                continue
         if model is None or type(task.seq_len) is not int:
             continue
         longest = task.seq_len * max(train.lengths)

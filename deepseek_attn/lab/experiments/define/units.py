@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepseek_attn.config.model import LayerSpec, ModelConfig, preset_names
@@ -156,27 +157,21 @@ class Group:
 
 
 def grouped(units: list[Unit], device: str) -> list[Unit | Group]:
-    """The units with trainings in groups: neighbours of one task, as many as a GPU trains at a time, else one each."""
+    """The units with trainings in groups: of one task, as many as a GPU trains at a time, else one each.
+
+    Groups of a task are of equal size but for one: its last trainings do not wait for a large group.
+    """
     found: list[Unit | Group] = []
-    waiting: list[Unit] = []
-
-    def close() -> None:
-        if waiting:
-            job = waiting[0].job
-            assert isinstance(job, TrainJob)
-            found.append(Group(tuple(waiting), job.settings.deterministic))
-            waiting.clear()
-
-    for unit in units:
-        if not isinstance(unit.job, TrainJob):
-            close()
-            found.append(unit)
+    for label, run in groupby(units, lambda unit: unit.job.task if isinstance(unit.job, TrainJob) else None):
+        members = list(run)
+        job = members[0].job
+        if label is None or not isinstance(job, TrainJob):
+            found += members
             continue
-        lanes = 1 if device.startswith("cpu") else unit.job.settings.lanes
-        if waiting and (waiting[0].job.task != unit.job.task or len(waiting) >= lanes):  # pyright: ignore[reportAttributeAccessIssue]  # trainings
-            close()
-        waiting.append(unit)
-    close()
+        lanes = 1 if device.startswith("cpu") else job.settings.lanes
+        count = -(-len(members) // lanes)
+        ends = [len(members) * number // count for number in range(count + 1)]
+        found += [Group(tuple(members[start:end]), job.settings.deterministic) for start, end in pairwise(ends)]
     return found
 
 

@@ -18,6 +18,7 @@ SHARED = (
     *("rms_norm_eps", "rope_theta", "compress_rope_theta", "rope_scaling", "max_position_embeddings"),
     *("bos_token_id", "eos_token_id"),
 )
+BLOCK = 8  # entries of a block of candidates
 NGRAM, HEADS, COLUMNS, ROWS = 3, 2, 32, 512  # of an Engram table
 
 
@@ -26,9 +27,9 @@ def make_v41(base: ModelConfig, ratios: list[int], options: Mapping[str, Any]) -
 
     Args:
         options: ``entries`` and ``selection``: each layer that makes entries, or a selection, serves so many layers of
-            its ratio in a row (default: all of them; a maker of entries selects too). ``candidates``: ``[blocks,
-            size]``: the first layer of the last ratio keeps so many blocks of entries, to which later selections are
-            limited. ``engram``: the first layer that makes entries has an n-gram memory.
+            its ratio in a row (default: all of them; a maker of entries selects too). ``candidates``: the first
+            layer of the last ratio keeps blocks of 8 entries, so many times ``index_topk`` in all, to which later
+            selections are limited (published: 32). ``engram``: the first layer that makes entries has an n-gram memory.
 
     Raises:
         ValueError: an option is out of range, or `DeepseekV41Config` refuses the result.
@@ -50,12 +51,12 @@ def make_v41(base: ModelConfig, ratios: list[int], options: Mapping[str, Any]) -
         **{key: getattr(base, key) for key in SHARED},
     }  # fmt: skip
     if (candidates := options.get("candidates")) is not None:
-        pair = isinstance(candidates, list) and len(candidates) == 2
-        if not pair or not entries:
-            raise ValueError(f"v41.candidates is {candidates!r}: expected [blocks, entries of a block]")
+        if type(candidates) is not int or candidates < 2 or not entries:
+            raise ValueError(f"v41.candidates is {candidates!r}: expected a factor of index_topk from 2 on")
+        blocks = -(-candidates * base.index_topk // BLOCK)
         last = max(layer for layer in entries if layer == 0 or ratios[layer - 1] != ratios[layer])
         names = ("candidate_source_layer_id", "candidate_topk_blocks", "candidate_block_size")
-        raw |= dict(zip(names, (last, *candidates), strict=True))
+        raw |= dict(zip(names, (last, blocks, BLOCK), strict=True))
     if engram := options.get("engram", False):
         if engram is not True or not entries:
             raise ValueError(f"v41.engram is {engram!r}: expected true or false, with a layer that makes entries")

@@ -38,7 +38,7 @@ from deepseek_attn.utils.files import write_tensors
 TOKENS_FILE = "{}.safetensors"
 EVALUATION_SEED = 10_007  # of the batches that are measured; training draws with other seeds
 READING_PROMPTS = 4
-MAX_TOKENS = 16_384  # of a forward pass, or one sequence
+MAX_TOKENS = 8_192  # of a forward pass, or one sequence
 DEPTHS = 10  # bins of a needle's depth
 TRAILING = 8  # the last part of the positions is one in so many
 CACHED = 16

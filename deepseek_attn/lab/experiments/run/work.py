@@ -123,6 +123,8 @@ class UnitWork:
                         lanes.remove(lane)
                         failures[lane.unit.name] = f"{type(error).__name__}: {error}"
                 report(max((lane.part for lane in lanes), default=1.0))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # other processes share the GPU
         if failures:
             raise GroupFailure(failures)
 
@@ -165,7 +167,10 @@ class Lane:
                 next(self.steps)
                 return False
             except StopIteration as end:
-                result = measure_trained(end.value, self.job, self.task)
+                trained: TrainResult = end.value
+        if self.stream is not None:
+            self.stream.synchronize()  # measured on the common stream: each has a cache of free memory of its own
+        result = measure_trained(trained, self.job, self.task)
         write_record(self.folder, self.unit, result, seconds_since(self.started))
         self.state.remove()
         return True

@@ -71,7 +71,7 @@ def test_dense_attention_holds_and_reads_every_token():
 
 def test_layers_that_share_entries_and_selections_are_counted_once():
     """Of ratios 0 2 2 2 1 1: layers 1 and 4 make entries, 1, 3 and 4 select, the second of ratio 1 only reads."""
-    v41 = {"selection": 2, "candidates": [4, 4]}
+    v41 = {"selection": 2, "candidates": 4}
     config = ModelVariant("v", "0,2x3,1*", v41=v41, index_topk=4).config(ModelConfig.from_preset("tiny"))
     costs = count_costs(config, get_numerics("exact"), torch.float32, (640,))
     rows = costs["contexts"][0]["by_layer"]

@@ -51,7 +51,7 @@ def whole(tmp_path_factory, units):
 
 def test_groups_are_trainings_of_one_task(units):
     groups = grouped(units, "cuda:0")
-    assert [len(group.units) for group in groups] == [4, 2, 4, 2]
+    assert [len(group.units) for group in groups] == [3, 3, 3, 3]
     assert all(group.units[0].job.task == unit.job.task for group in groups for unit in group.units)
     assert [len(group.units) for group in grouped(units, "cpu")] == [1] * len(units)
 
