@@ -63,6 +63,9 @@ class WholeSequences:
         """Int64 ``[B * S]``."""
         return torch.arange(self.length, device=self.device).repeat(self.batch)
 
+    def trailing_at(self, layer: int) -> None:
+        """Every layer computes every row; see `StepMetadata.trailing_at`."""
+
     def rows(self, x: Tensor) -> Tensor:
         """``[B * S, ...]`` -> ``[B, S, ...]``."""
         return x.unflatten(0, (self.batch, self.length))

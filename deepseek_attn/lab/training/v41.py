@@ -129,7 +129,7 @@ def kept_blocks(scores: Tensor, visible: Tensor, blocks: int, size: int) -> Tens
     return kept.repeat_interleave(size, dim=2)[:, :, :count]
 
 
-class Table(CheckpointModule):
+class MemoryTable(CheckpointModule):
     """The rows of an n-gram memory as a parameter, float32 ``[rows, columns]``."""
 
     weight: Tensor
@@ -148,7 +148,7 @@ class TrainedEngram(Engram):
         config, device = context.config, context.device
         sizes = (config.hidden_size, config.hc_mult, config.rms_norm_eps)
         super().__init__(engram, spec.index, *sizes, context.numerics, context.dtype, device)
-        self.embed, found = Table(self.table_shape, device), engram.hash_of(spec.index)
+        self.embed, found = MemoryTable(self.table_shape, device), engram.hash_of(spec.index)
         for name, values in (("multipliers", found.multipliers), ("primes", found.primes)):
             numbers = torch.tensor(values, dtype=torch.int64, device=device)
             self.register_buffer(name, numbers, persistent=False)
