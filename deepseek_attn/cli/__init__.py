@@ -1,6 +1,6 @@
 """The command line, ``deepseek-attn COMMAND``.
 
-`COMMANDS` names each command's module, which is imported when the command is asked for. The module's
+`COMMANDS` names each command's module, which is imported when the command is run. The module's
 ``add_arguments(parser)`` adds the flags and sets ``run``; torch is imported only when a command runs, so that
 ``--help`` is quick. An error that a user can correct is one message and exit code 2.
 """
@@ -134,9 +134,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def open_standard_streams() -> None:
-    """Opens the null device in place of standard streams that are closed: no file may get their numbers.
+    """Opens the null device for each closed standard stream, so that no later file gets its number.
 
-    Standard input stays None for Python, which says so where it is read.
+    Python's ``sys.stdin`` stays None: a command that reads it reports that.
     """
     for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
         if stream is None:
@@ -187,7 +187,7 @@ def explanation(error: Exception) -> str | None:
 
 
 def drop_unwritten_output() -> None:
-    """Discards what standard output could not take, so that the interpreter does not fail again when it ends."""
+    """Discards output that could not be written, so that the interpreter does not fail again when it ends."""
     if sys.stdout is None:
         return
     try:

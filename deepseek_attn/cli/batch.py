@@ -38,10 +38,10 @@ DEFAULTS = asdict(SamplingParams())
 
 @contextmanager
 def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[PromptBatch]:
-    """Opens the prompts and the output; what can be checked of both is, before a model is loaded.
+    """Opens the prompts and the output, and checks both before a model is loaded.
 
     Raises:
-        ValueError: one of the two cannot be used; with ``--resume``, a line of the output is of another prompt.
+        ValueError: either file cannot be used; with ``--resume``, a line of the output is of another prompt.
     """
     with PromptLines(args.prompts, params, args.system) as prompts:
         if args.out is None:
@@ -108,7 +108,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
     def _pending(
         self, prompts: PromptLines, done: dict[int, str]
     ) -> Iterator[tuple[IndexedPrompt, dict[str, Any]] | None]:
-        """Prompts that have no line, with its first fields; takes the others out of ``done``."""
+        """Prompts without a line in the output, with their line's first fields; removes others from ``done``."""
         index = 0
         for line in prompts:
             if line is None:
@@ -166,7 +166,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
         self.lines += 1
 
     def finish(self) -> int:
-        """Says what ``--out`` holds; returns the exit status: 1 if a prompt failed, or was read and has no line."""
+        """Prints a summary of ``--out``; returns the exit status: 1 if a prompt failed, or was read and has no line."""
         if self._args.out is not None:
             show(f"{self.lines} prompts, {self.errors} failed -> {self._args.out}")
         if self._heads:

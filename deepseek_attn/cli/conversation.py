@@ -107,8 +107,8 @@ def typed(label: str) -> str:
 def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
     """Reads the user's turns line by line and answers each, with all turns before it.
 
-    Results of tool calls are typed too, and the model goes on with them. Ctrl-C ends an answer, and the command where a
-    turn is awaited; Ctrl-D ends the conversation. A turn that fails is forgotten.
+    Results of tool calls are typed too, and the model continues with them. Ctrl-C ends an answer, or the command if it
+    waits for a turn; Ctrl-D ends the conversation. A turn that fails is forgotten.
     """
     from deepseek_attn.engine.request import RequestFailed
     from deepseek_attn.text.chat import describe_chat_format

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of what is completed and how, which ``scripts/ray_generate.py`` has too."""
+    """Options for prompts and sampling, shared with ``scripts/ray_generate.py``."""
     parser.add_argument(
         "--model", metavar="DIR|ID", help=f"checkpoint directory or {HUB_ID} (default: the small one in the package)"
     )

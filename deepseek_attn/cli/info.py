@@ -117,7 +117,7 @@ def collect() -> dict:
 
 
 def environment() -> dict:
-    """What a benchmark's record keeps of `collect`: all but the impls."""
+    """The part of `collect` that a benchmark's record keeps: all but the impls."""
     return {key: value for key, value in collect().items() if "backends" not in key}
 
 

@@ -135,7 +135,7 @@ def runner_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def integer(text: str) -> int:
-    """Type of a flag: an integer that 64 bits hold, since larger ones are no size of anything."""
+    """Type of a flag: a signed 64-bit integer."""
     try:
         value = int(text)
         if abs(value) < 2**64:

@@ -1,4 +1,4 @@
-"""``deepseek-attn info --plans``: what a model's steps run on a GPU, and why."""
+"""``deepseek-attn info --plans``: the kernels of a model's steps on a GPU, and why each was chosen."""
 
 from __future__ import annotations
 

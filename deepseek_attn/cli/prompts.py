@@ -89,8 +89,8 @@ class PromptLines(Iterator[PromptLine | None]):
     """One prompt per line that is not blank.
 
     A line is a JSON object with ``prompt``, ``token_ids`` or ``messages``, an ``id``, fields of `SamplingParams` and,
-    beside messages, of `ChatOptions`; a JSON string; a JSON list of token ids or of messages; or plain text as it
-    stands. Lines are read as they are taken.
+    beside messages, of `ChatOptions`; a JSON string; a JSON list of token ids or of messages; or plain
+    text. Lines are read as they are taken.
     None: the next line of a stream is not there yet.
 
     Args:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 RENDEZVOUS = "DEEPSEEK_ATTN_RENDEZVOUS"  # URL of the place where the ranks meet that this command has started
 MOST_RANKS = 64  # started on one machine
 POLL_SECONDS = 0.05
-END_SECONDS = 5.0  # that ranks have to end by themselves, once they are interrupted or asked to
+END_SECONDS = 5.0  # for ranks to end by themselves after an interrupt or a request
 
 
 def add_ranks_option(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_ranks_option(parser: argparse.ArgumentParser) -> None:
 def joined_ranks(args: argparse.Namespace) -> Iterator[Parallel]:
     """Joins the ranks of ``--tensor-parallel``, and sets ``args.parallel`` and ``args.device`` for `runner_options`.
 
-    Only rank 0 prints and writes files; of the others, one that fails first reports its error.
+    Only rank 0 prints and writes files; of the other ranks, the first that fails reports its error.
 
     Raises:
         SystemExit: the exit code of the ranks that this process has started, or of this rank after another one failed.
@@ -98,7 +98,7 @@ def complain(args: argparse.Namespace, message: str) -> None:
 
 
 def run_as_ranks(args: argparse.Namespace) -> int:
-    """Runs this command as ranks on this machine; returns 0, or the exit code of the one that failed first.
+    """Runs this command as ranks on this machine; returns 0, or the exit code of the first rank that failed.
 
     Raises:
         ValueError: more ranks than are started on one machine, or a wrong timeout or interface; none was started.
@@ -128,8 +128,8 @@ class RankFailure(NamedTuple):
 def start_ranks(command: list[str], world: int) -> RankFailure | None:
     """Runs a command as ranks that meet through a file, until all have ended, or one has failed.
 
-    However that ends, none is left: those that wait for one that has failed are ended, and if this process is killed,
-    so are they.
+    No rank survives this call: when one fails the others are terminated, and when this process is killed they are
+    killed too.
     """
     ranks: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -153,13 +153,13 @@ def start_ranks(command: list[str], world: int) -> RankFailure | None:
 
 
 def first_failure(ranks: list[subprocess.Popen]) -> RankFailure | None:
-    """A rank that has failed; of several one that was killed, because the others may have failed for that."""
+    """A failed rank; a killed one if there is any, since it may have made the others fail."""
     failures = [RankFailure(number, code) for number, rank in enumerate(ranks) if (code := rank.poll())]
     return min(failures, key=lambda failure: failure.code > 0, default=None)
 
 
 def end(ranks: list[subprocess.Popen]) -> None:
-    """Ends the ranks that still run; one that hangs is killed."""
+    """Terminates the ranks that still run, and kills those that hang."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()

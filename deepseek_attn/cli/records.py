@@ -1,4 +1,4 @@
-"""``--records`` and ``--replay`` of ``generate`` and ``score``: files of what layers chose, one for each prompt."""
+"""``--records`` and ``--replay`` of ``generate`` and ``score``: the layers' choices, one file for each prompt."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_file(records: str) -> bool:
 
 
 def record_arguments(llm: LLM, records: str | None) -> RecordArguments:
-    """What ``--records`` records: all that the model's layers choose."""
+    """Options of ``--records``: every choice of the model's layers."""
     if records is None:
         return {}
     found: RecordArguments = {
@@ -90,6 +90,6 @@ def replay_file(replay: str | None, index: int = 0) -> Path | None:
 
 
 def say_recorded(completion: Completion, records: str | None) -> None:
-    """Says how many tokens ``--records`` holds of a prompt."""
+    """Prints how many tokens of a prompt ``--records`` holds."""
     if completion.records is not None:
         say(f"records of {len(completion.records)} tokens -> {records}")

@@ -1,1 +1,1 @@
-"""Estimates of time: the least a part of a model takes, what was measured of machines, and steps of ranks."""
+"""Estimates of time: lower bounds of a model's parts, measured rates of machines, and steps of ranks."""

@@ -1,8 +1,8 @@
 """Floors: the bytes and products that a part of a model cannot do without, and the time that they take at peak rates.
 
 Bytes are counted once each: weights as the checkpoint's format stores them (where the numerics keep it), cached entries
-that were there before the step, new entries, input and output. What an implementation reads twice, or writes and reads
-again in between, is not in a floor.
+that were there before the step, new entries, input and output. A second read, or intermediate results
+that are written and read again, are not in a floor.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FloorWork:
     """Bytes that a part of a model has to move, and products that it has to compute.
 
     Attributes:
-        bytes: by what they are (``weights``, ``index keys``, ``selected entries``, ``output``, ...).
+        bytes: by kind (``weights``, ``index keys``, ``selected entries``, ``output``, ...).
     """
 
     bytes: dict[str, int]
@@ -361,7 +361,7 @@ def max_scored(config: AnyConfig, spec: AnySpec) -> int:
 def pool_bytes(
     pool: PoolSpec, layout: CacheLayout, selection: _Selection, shape: StepShape, owned: bool
 ) -> dict[str, int]:
-    """Bytes that a layer reads from one pool in a step, and writes to it if it is its own, by what they are.
+    """Bytes that a layer reads from one pool in a step, and writes to it if it is its own, by kind.
 
     Compression reads the raw projections of a window only if it closes in the step, and keeps those that a later
     window needs.

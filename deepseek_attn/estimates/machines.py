@@ -1,4 +1,4 @@
-"""What was measured of machines: how long stages of a step take over their floors, and exchanges between GPUs."""
+"""Measured rates of machines: the time of each stage of a step relative to its floor, and of exchanges between GPUs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Machine:
     """Hosts of GPUs of one kind.
 
     Attributes:
-        gpu: what kernels are chosen for; memory: its bytes.
+        gpu: the one that kernels are chosen for; memory: its bytes.
         context, modules, nccl_memory: bytes of it that CUDA's context, loaded kernels and, with several ranks, NCCL
             with torch's symmetric memory take.
         rates: peak rates, as `FloorWork.floor` takes them.

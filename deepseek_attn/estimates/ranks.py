@@ -1,4 +1,4 @@
-"""Memory, traffic and step time of a model on ranks, predicted from floors and from what was measured of a machine."""
+"""Memory, traffic and step time of a model on ranks, predicted from floors and from a machine's measured rates."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RankLayout:
         return -(-batch // self.ranks) if self.dp_attention else batch
 
     def rank_config(self, config: AnyConfig) -> AnyConfig:
-        """The config whose attention and head are what one rank has of a model's."""
+        """The config of one rank: heads, groups and vocabulary divided by the ranks."""
         names = ("num_attention_heads", "num_key_value_heads", "o_groups", "vocab_size")
         split = {name: getattr(config, name) // self.token_ranks for name in names if getattr(config, name, 1) > 1}
         return replace(config, **split)  # unchecked: token ids of a drafter lie outside a part of the vocabulary
@@ -156,7 +156,7 @@ class RankModel:
     def _experts(self, spec: AnySpec, rows: int, own_rows: int) -> FloorWork:
         """Work of one rank's experts: its part of the routed ones for ``rows`` tokens, and of the shared one.
 
-        Of the routed ones' weights it is the part of the rank that reads most: the others wait for it.
+        Of the routed experts' weights it is the share of the rank that reads most, since all ranks wait for it.
         """
         config = self.config.draft_stages if spec.is_mtp and self.config.dspark is not None else self.config
         work, ranks = ModelWork(config, self.numerics, self.dtype), self.layout.ranks

@@ -38,8 +38,8 @@ class ChatOptions(TypedDict, total=False):
     Attributes:
         thinking: thinking mode. Default: whether a ``reasoning_effort`` other than ``"none"`` is given.
         reasoning_effort: in thinking mode, ``"low"``, ``"high"`` or ``"max"`` (``"minimal"`` is ``"low"``, ``"medium"``
-            and ``"xhigh"`` are ``"high"``), for V4.1 also 1 to 100; ``"none"``: chat mode. Default: what the shipped
-            encoders default to, for V4 no text about it and for V4.1 ``"high"`` (75). V3.2 has none.
+            and ``"xhigh"`` are ``"high"``), for V4.1 also 1 to 100; ``"none"``: chat mode. Default: the default of
+            the shipped encoders, for V4 no text about it and for V4.1 ``"high"`` (75). V3.2 has no efforts.
         tools: functions that the model may call, ``{"type": "function", "function": {"name": ..., "description": ...,
             "parameters": {JSON schema}}}`` each, or the function alone.
         tool_choice: ``"auto"``; ``"none"``: as if no tools; ``"required"``: the answer begins with calls (chat mode).
@@ -111,7 +111,7 @@ def _conversation(
     response_format: dict[str, Any] | None,
     continued: bool,
 ) -> tuple[list[Turn], dict[str, Any]]:
-    """Turns, and the other arguments of `encode_turns`, all checked."""
+    """The checked arguments of `encode_turns`."""
     thinking = thinks(thinking, effort)
     turns = read_turns(messages, continued, style.supported, style.images)
     problems = MessageProblems()
@@ -161,8 +161,8 @@ def parse_completion(text: str, thinking: bool) -> Reply:
     thinking: all of it is reasoning and the answer is empty. In chat mode all of it is the answer. A block of tool
     calls ends either, see `ReplyParser`.
 
-    A text does not say which ``</think>`` and ``｜DSML｜`` are tokens: here all are. `Completion.reasoning`, ``answer``
-    and ``tool_calls`` are divided at tokens alone.
+    In a text, ``</think>`` and ``｜DSML｜`` cannot be told from tokens of the same spelling: all count as tokens
+    here. `Completion.reasoning`, ``answer`` and ``tool_calls`` are divided at tokens alone.
     """
     text = text.partition(EOS)[0]
     return parse_reply(text, spelled_marks(text), ReplyStart(thinking))
@@ -175,7 +175,7 @@ def control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def reply_start(tokenizer: Tokenizer, ids: list[int]) -> ReplyStart:
-    """In which part of a reply a prompt ends: behind its last ``<think>`` or ``</think>``, in what that began.
+    """The part of a reply in which a prompt ends: the part that its last ``<think>`` or ``</think>`` began.
 
     A task, or a new turn, behind that begins an answer.
     """
@@ -196,7 +196,7 @@ def reply_start(tokenizer: Tokenizer, ids: list[int]) -> ReplyStart:
 
 
 def describe_chat_format(directory: str | Path) -> tuple[str, str]:
-    """Say which encoding chat messages get for the checkpoint in ``directory``, and why.
+    """Name the encoding of chat messages for the checkpoint in ``directory``, and the reason.
 
     Returns:
         ``("jinja", explanation)`` if the checkpoint has a chat template (``chat_template.jinja`` or ``chat_template``

@@ -4,11 +4,11 @@ Sources: the encoders that the checkpoints ship (``encoding/``) and deepseek-rec
 and V4.1 chats. Where the two differ the recipe is followed:
 
 * V4 has all system messages in front, joined by blank lines, and leaves empty user messages out; a call without
-  arguments has no empty line. V4.1 leaves empty system messages out. The shipped encoders have none of the four.
-* Where an answer is to come, the reasoning of all earlier ones is dropped. The shipped encoders keep that of answers
-  after the last user message.
+  arguments has no empty line. V4.1 leaves empty system messages out. The shipped encoders do none of this.
+* Where an answer is to come, the reasoning of all earlier ones is dropped. The shipped encoders keep the reasoning of
+  answers after the last user message.
 * ``<｜Assistant｜>`` stands before an answer, after any reminder. The shipped encoders write it after the user message
-  and put the reminder behind it; and they have none before an assistant message that begins a conversation.
+  and put the reminder behind it; before an assistant message that begins a conversation they write no token.
 
 Where the recipe has no such conversation the shipped encoders are followed: developer messages, tasks, tools and
 response formats of single messages, V4.1's efforts of 1 to 100, image placeholders, a finished answer at the end.
@@ -121,7 +121,7 @@ class Encoding:
         system_token: in front of each system message. V4 has none and puts all of them in front, V3.2 leaves them.
         json_object: text of the response format ``json_object``.
         v4_layout: user messages and tool results in a row are one turn, the assistant's token stands before answers,
-            and all reasoning is kept where there are tools. False: V3.2's, which has none of the three.
+            and all reasoning is kept where there are tools. False: V3.2's layout, without all three.
         skips_empty: empty user messages are left out of it.
         blank_line: a call without arguments has an empty line.
         images: there is a placeholder for images.
@@ -304,7 +304,7 @@ def _joined_results(turns: list[Turn]) -> list[Turn]:
 
 
 def _last_question(turns: list[Turn], encoding: Encoding) -> int:
-    """Index of the last turn that begins a round: answers before it are without reasoning. -1: there is none."""
+    """Index of the last turn that begins a round, -1 without one; answers before it lose their reasoning."""
     asking = ("user", "developer", "system") if encoding.system_token else ("user", "developer")
     return max((i for i, turn in enumerate(turns) if turn.role in asking and (i or turn.role != "system")), default=-1)
 

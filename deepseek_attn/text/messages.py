@@ -64,7 +64,7 @@ def read_turns(messages: list[dict[str, Any]], continued: bool, supported: Seque
 
     Args:
         continued: the last message, an assistant's, is continued.
-        supported: of `ROLES`, and ``"task"``, those that the encoding has.
+        supported: the encoding's roles, of `ROLES`, and ``"task"``.
         images: the encoding has a placeholder for images.
 
     Raises:
@@ -221,7 +221,7 @@ def _calls(message: dict[str, Any], at: str, assistant: bool, problems: MessageP
 
 
 def _arguments(given: Any) -> dict[str, Any]:
-    """Arguments by name. Text that is no JSON object becomes a parameter ``arguments``, as DeepSeek has it."""
+    """Arguments by name. Text that is not a JSON object becomes a parameter ``arguments``, as in DeepSeek's encoder."""
     if given is None:
         return {}
     if isinstance(given, dict):

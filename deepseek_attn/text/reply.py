@@ -117,7 +117,7 @@ class ReplyParser:
 
     The first ``</think>`` token ends the reasoning. Newlines at the beginning of a part are dropped, and so are those
     before ``</think>`` and before a block of calls. Text after the block is dropped. A malformed call is read as
-    DeepSeek's own parser reads it, and its `ToolCall.problem` says what was unexpected.
+    DeepSeek's own parser reads it, and its `ToolCall.problem` names the unexpected part.
 
     """
 
@@ -125,8 +125,8 @@ class ReplyParser:
         self._stages = _stages(DSML if start.spelled else SYMBOLS[DSML])
         self._stage = "reasoning" if start.thinking else "answer"
         self._leading = True  # newlines at the beginning of a part are dropped
-        self._text = ""  # that may belong to a tag
-        self._skipped = ""  # text since the last tag, where the format has none but the rest of tags
+        self._text = ""  # possibly the beginning of a tag
+        self._skipped = ""  # text since the last tag, where the format allows only the rest of tags
         self._problem: str | None = None  # of the call that comes
         self._calls: list[_OpenCall] = []
         self._name = ""  # of the call or the parameter that is being read
@@ -225,7 +225,7 @@ class ReplyParser:
         self._emit("arguments", text)
 
     def _enter(self, stage: str) -> None:
-        """Goes on to the next stage; notes text between two tags that the format does not have."""
+        """Enters the next stage; notes text between two tags where the format has none."""
         expected = self._stages[self._stage].between
         if expected is not None and not expected.fullmatch(self._skipped):
             problem = f"its markup has {self._skipped!r:.80} between two tags"

@@ -78,7 +78,7 @@ def try_tokenizer(tokenizer: str, text: str) -> None:
 
 
 class TemplateProcess:
-    """The process at the other end of two pipes: one line of JSON there, one back."""
+    """A child process behind two pipes: a request is one line of JSON, and so is its reply."""
 
     def __init__(self):
         self._lock = threading.Lock()

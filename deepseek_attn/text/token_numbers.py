@@ -1,4 +1,4 @@
-"""Numbers of tokens that the spellings of one word share: what DeepSeek-V4.1's Engram hashes instead of token ids."""
+"""Token numbers shared by the spellings of one word. DeepSeek-V4.1's Engram hashes them instead of token ids."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_token_numbers(directory: Path, count: int, vocab_size: int) -> list[int
     no text has, get the number 0.
 
     Raises:
-        ValueError: no tokenizer, a broken one, or one that gives another count.
+        ValueError: the tokenizer is missing or broken, or gives another count.
     """
     if count == vocab_size:
         return list(range(count))

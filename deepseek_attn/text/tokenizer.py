@@ -31,7 +31,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 TEXT_TOKENS = (THINK, END_THINK, "｜DSML｜")  # part of a reply's text, also for a tokenizer that has them as special
-REPLACEMENT = "\ufffd"  # what incomplete or invalid UTF-8 decodes to
+REPLACEMENT = "\ufffd"  # for incomplete or invalid UTF-8
 REST = "\0"  # stands for all text between added tokens
 FIRST_PIECE = 1 << 16  # characters of a long text that are tokenized first
 
@@ -40,7 +40,7 @@ class Tokenizer:
     """The tokenizer of a checkpoint folder: ``tokenizer.json``, and the added tokens of ``tokenizer_config.json``.
 
     Special tokens are never added behind the caller's back: `encode` adds none, `encode_prompt` adds BOS, and the
-    chat encoding writes those that it needs.
+    chat encoding writes its own.
 
     Attributes:
         directory: the folder.
