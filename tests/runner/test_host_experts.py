@@ -20,7 +20,9 @@ from deepseek_attn.models.moe import Experts
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from tests.support.drafts import complete
-from tests.support.small_models import prompt
+from tests.support.small_models import prompt, two_layers
+from tests.support.tiers import tiered
+from tests.support.v41_cases import shallow
 
 OPTIONS = {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 CHUNKS = (None, 13)
@@ -63,10 +65,17 @@ def generated(runner: ModelRunner, drafts: int) -> list[tuple[int, ...]]:
     return complete(runner, [(text, params) for text in texts_of(runner)], drafts)[0]
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny_v32", "tiny_v41"])
-def test_the_same_bits_on_a_cpu(preset):
+MODELS = {
+    "v4": two_layers,
+    "v32": lambda: ModelConfig.from_preset("tiny_v32").replace(num_hidden_layers=3),
+    "v41": shallow,
+}
+
+
+@pytest.mark.parametrize("family", tiered(MODELS, ["v4", "v32"]))
+def test_the_same_bits_on_a_cpu(family):
     """Prompts in one step and in chunks; text with drafts."""
-    runner = ModelRunner.from_config(preset, device="cpu", dtype="float32", numerics="exact", **OPTIONS)
+    runner = ModelRunner.from_config(MODELS[family](), device="cpu", dtype="float32", numerics="exact", **OPTIONS)
     count = experts_of(runner)[0].count
     texts = texts_of(runner)
     expected = [runner.score(texts, chunk_size) for chunk_size in CHUNKS]
