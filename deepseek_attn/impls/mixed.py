@@ -57,7 +57,7 @@ class MixedKernels(SplitAttentionImpl):
 def _kernels(q: Tensor, width: int, record: str = "") -> type[SplitAttentionImpl]:
     """Whose kernels attend with ``q [T, heads, d]`` to up to ``width`` keys: of pages of ``record``, or of rows."""
     call = LayerCall(q.shape[0], q.shape[1], width, record)
-    return FlashMLAKernels if plan_library(call, gpu(q.device)).flashmla else TritonKernels
+    return FlashMLAKernels if plan_library(call, gpu(q.device)).choice.kernel == "FlashMLA" else TritonKernels
 
 
 class DeepseekV4MixedSparseImpl(MixedKernels):

@@ -318,25 +318,12 @@ LIBRARY = Table(
 """FlashMLA, or own kernels: ``attend_kernel`` stands for all of them, among which `ATTEND` chooses."""
 
 
-@dataclass(frozen=True)
-class LibraryPlan:
-    """Whose kernels attend."""
+plan_library = kernel_planner(LIBRARY)
+"""FlashMLA or own kernels for queries that are normed and rotated.
 
-    library: Choice
-
-    @property
-    def flashmla(self) -> bool:
-        return self.library.kernel == "FlashMLA"
-
-
-@planner("attention.library")
-def plan_library(problem: LayerCall, gpu: GPU) -> LibraryPlan:
-    """FlashMLA or own kernels for queries that are normed and rotated.
-
-    Raw queries always go to own kernels: with 128 heads too, where FlashMLA may attend faster, since the launches that
-    `attend_raw_q` saves take longer.
-    """
-    return LibraryPlan(LIBRARY.choose(problem, gpu))
+Raw queries always go to own kernels: with 128 heads too, where FlashMLA may attend faster, since the launches that
+`attend_raw_q` saves take longer.
+"""
 
 
 @dataclass(frozen=True)

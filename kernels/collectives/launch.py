@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.collectives.one_shot_triton import ExchangeConfig, ExchangeWords, exchange_kernel
-from deepseek_attn.kernels.collectives.plan import plan
+from deepseek_attn.kernels.collectives.plan import plan_exchange
 from deepseek_attn.kernels.collectives.types import PeerBuffers
 from deepseek_attn.kernels.common.device import FLOATS, gpu
-from deepseek_attn.kernels.common.plans import KernelPlan, RowsProblem, cdiv
+from deepseek_attn.kernels.common.plans import RowsProblem, cdiv
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 
@@ -48,30 +46,27 @@ def _check_floats(x: Tensor) -> None:
 def _exchange(
     x: Tensor, out: Tensor, peers: PeerBuffers, size: int, scatter: bool = False, gather: bool = False
 ) -> None:
-    """Sends ``size`` bytes to each rank."""
+    """Sends ``size`` bytes to each rank, with ``scatter`` different ones, and sums up what it receives.
+
+    With ``gather`` the bytes of all ranks are stored, concatenated by rank.
+    """
     if not x.is_contiguous() or not peers.holds(size):
         raise ValueError(
             f"a message must be contiguous and up to {peers.capacity} whole words of 32 bits, got {x.dtype} "
             f"{list(x.shape)}: use torch.distributed for others"
         )
-    if words := size // 4:
-        dtype = None if gather else TRITON_DTYPES[x.dtype]
-        made = plan(RowsProblem(words), gpu(x.device))
-        launch(made, x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), peers, words, scatter, dtype)
-
-
-def launch(plan: KernelPlan, x: Tensor, out: Tensor, peers: PeerBuffers, words: int, scatter: bool, dtype: Any) -> None:
-    """Sends ``words`` of ``x`` to each rank, with ``scatter`` different words; sums the received words as ``dtype``.
-
-    Without a ``dtype`` the words of all ranks are stored, concatenated by rank.
-    ``x`` and ``out`` are flat and int32.
-    """
+    words, plan = size // 4, plan_exchange(RowsProblem(size // 4), gpu(x.device))
     block = plan.config.size
+    if not words:
+        return
     exchange_kernel[(cdiv(words, block),)](
-        ExchangeWords(x, out, peers.addresses, peers.state, words, peers.timeout_ms),
+        ExchangeWords(
+            *(tensor.view(-1).view(torch.int32) for tensor in (x, out)), peers.addresses, peers.state, words,
+            peers.timeout_ms,
+        ),
         peers.rank,
         CONFIG=ExchangeConfig(peers.world, peers.capacity, scatter, block),
-        DTYPE=dtype,
+        DTYPE=None if gather else TRITON_DTYPES[x.dtype],
         enable_fp_fusion=True,
         **plan.options,
-    )
+    )  # fmt: skip

@@ -6,4 +6,4 @@ from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, kernel_planner,
 
 # words to each rank; larger blocks are slower. `PeerBuffers.capacity` is a multiple of the block.
 EXCHANGES = one_kernel("collectives.exchange", "exchange_kernel", (ANY, LaunchBlock(128)))
-plan = kernel_planner(EXCHANGES)
+plan_exchange = kernel_planner(EXCHANGES)

@@ -78,11 +78,6 @@ def _gpu(device: torch.device) -> GPU:
     return GPU(torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def has_native_fp8(device: torch.device) -> bool:
-    """`GPU.native_fp8` of the GPU behind ``device``."""
-    return gpu(device).native_fp8
-
-
 def fp8_view(tensor: Tensor) -> Tensor:
     """An FP8 tensor as kernels read it: as bytes (uint8) where the GPU has no FP8."""
-    return tensor if has_native_fp8(tensor.device) else tensor.view(torch.uint8)
+    return tensor if gpu(tensor.device).native_fp8 else tensor.view(torch.uint8)

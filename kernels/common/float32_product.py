@@ -51,7 +51,7 @@ def float32_product(
         grouped_rows: rows from which a program adds up a group of splits or more.
     """
     (T, K), N = x.shape, len(weight)
-    problem = Float32ProductProblem(T, N, K, x.dtype, weight.dtype, split, grouped_rows, batch_invariant())
+    problem = Float32ProductProblem(T, K, batch_invariant(), N, x.dtype, weight.dtype, split, grouped_rows)
     made = plan(problem, gpu(x.device))
     sums = torch.empty(made.partials, T, N + squares, dtype=torch.float32, device=x.device)
     if T:

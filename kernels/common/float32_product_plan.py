@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.invariance import MANY_ROWS
 from deepseek_attn.kernels.common.plans import (
     ANY,
     Choice,
+    RowsProblem,
     above,
     at_least,
     cdiv,
@@ -27,29 +27,21 @@ ENOUGH_TILES = 100  # of a bfloat16 weight, for programs that compute four group
 
 
 @dataclass(frozen=True)
-class Float32ProductProblem:
+class Float32ProductProblem(RowsProblem):
     """``x [rows, channels]`` times a weight ``[columns, channels]``.
 
     Attributes:
-        rows, columns, channels: sizes.
+        columns: of the product.
         dtype, weight_dtype: of ``x`` and of the weight.
         split: channels of a partial sum, a multiple of 64.
         grouped_rows: rows from which a program adds up groups of splits.
     """
 
-    rows: int
-    columns: int
-    channels: int
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    split: int
+    columns: int = 1
+    dtype: torch.dtype = torch.float32
+    weight_dtype: torch.dtype = torch.float32
+    split: int = 64
     grouped_rows: int = GROUPED_ROWS
-    batch_invariant: bool = False
-
-    @property
-    def planned_rows(self) -> int:
-        """Rows that the launch is configured for."""
-        return MANY_ROWS if self.batch_invariant else self.rows
 
     @property
     def grouped(self) -> bool:

@@ -169,6 +169,22 @@ class KernelPlan:
         return launch_options(self.config.warps, self.pdl)
 
 
+class SharedLaunch(NamedTuple):
+    """A launch that an op has prepared, for its own kernel or for one that computes it beside another op's.
+
+    Attributes:
+        plan: with the kernel that runs.
+        arguments, shape: runtime arguments and constants of the device code.
+        out: the result; grid: programs that compute it.
+    """
+
+    plan: Any
+    arguments: Any
+    shape: Any
+    out: Any
+    grid: tuple[int, ...]
+
+
 def launch_options(warps: int, pdl: bool) -> dict[str, Any]:
     """What every launch of a kernel says that may start early (``PDL``), besides its arguments."""
     return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, unlisted_plans
+from deepseek_attn.kernels.common.plans import SharedLaunch, cdiv, unlisted_plans
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.indexer.plan import IndexQueryProblem, plan_queries
 from deepseek_attn.kernels.indexer.query_triton import (
@@ -26,43 +24,30 @@ from deepseek_attn.kernels.latent.launch import absorb_launch, absorb_queries
 from deepseek_attn.kernels.latent.types import LatentQueries
 
 
-class IndexQueryLaunch(NamedTuple):
-    """A launch: its plan, arguments and constants on the device, blocks of heads per token, the results."""
-
-    plan: KernelPlan
-    args: IndexQueryArgs
-    shape: IndexQueryShape
-    blocks: int
-    queries: IndexQueries
-
-
 def index_query(rows: IndexQueryRows) -> IndexQueries:
     """`kernels.indexer.index_query` in Triton, for heads of 128 channels."""
     launch = _index_launch(rows, "index_query_kernel")
-    if len(rows.q) and launch.blocks:
-        grid = len(rows.q), launch.blocks
-        index_query_kernel[grid](launch.args, SHAPE=launch.shape, enable_fp_fusion=True, **launch.plan.options)
-    return launch.queries
+    if all(launch.grid):
+        options = launch.plan.options
+        index_query_kernel[launch.grid](launch.arguments, SHAPE=launch.shape, enable_fp_fusion=True, **options)
+    return launch.out
 
 
 def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.queries` in Triton, for rows that `query_norm_rope` and `index_query` take there."""
     with unlisted_plans():
-        _, args, shape, out, blocks = head_launch(raw_q)
+        _, arguments, shape, out, (tokens, blocks) = head_launch(raw_q)
     launch = _index_launch(index, "queries_kernel")
-    tokens = len(out)
     _check_tokens(tokens, index)
     if tokens:
-        queries_kernel[(tokens, blocks + launch.blocks)](
-            args,
-            launch.args,
-            blocks,
+        queries_kernel[(tokens, blocks + launch.grid[1])](
+            *(arguments, launch.arguments, blocks),
             SHAPE=shape,
             INDEX_SHAPE=launch.shape,
             enable_fp_fusion=True,
             **launch.plan.options,
         )
-    return out, launch.queries
+    return out, launch.out
 
 
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
@@ -74,16 +59,16 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     if absorbed.plan.rotation is not None:  # cuBLAS multiplies
         return absorb_queries(queries._replace(out=absorbed.out)), index_query(index)
     launch = _index_launch(index, "latent_queries_kernel")
-    programs = absorbed.programs * absorbed.token_blocks + tokens * launch.blocks
+    (programs, token_blocks), (_, blocks) = absorbed.grid, launch.grid
     if tokens:
-        latent_queries_kernel[(programs,)](
-            *(absorbed.rows, launch.args, absorbed.programs, absorbed.token_blocks, launch.blocks),
+        latent_queries_kernel[(programs * token_blocks + tokens * blocks,)](
+            *(absorbed.arguments, launch.arguments, programs, token_blocks, blocks),
             SHAPE=absorbed.shape,
             INDEX_SHAPE=launch.shape,
             enable_fp_fusion=True,
             **launch.plan.options,
         )
-    return absorbed.out, launch.queries
+    return absorbed.out, launch.out
 
 
 def _check_tokens(tokens: int, index: IndexQueryRows) -> None:
@@ -91,7 +76,7 @@ def _check_tokens(tokens: int, index: IndexQueryRows) -> None:
         raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
 
 
-def _index_launch(rows: IndexQueryRows, kernel: str) -> IndexQueryLaunch:
+def _index_launch(rows: IndexQueryRows, kernel: str) -> SharedLaunch:
     """Checks the rows, plans their launch by ``kernel`` and allocates the results."""
     q, weights, cos_sin, positions, fmt = rows.q, rows.weights, rows.cos_sin, rows.positions, rows.key_format
     dim = TRITON_HEAD_DIM
@@ -126,4 +111,4 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> IndexQueryLaunch:
         BLOCK_H=plan.config.heads,
     )
     results = IndexQueries(out, out_weights, rows.score_dtype)
-    return IndexQueryLaunch(plan, args, shape, cdiv(H, shape.BLOCK_H), results)
+    return SharedLaunch(plan, args, shape, results, (T, cdiv(H, shape.BLOCK_H)))

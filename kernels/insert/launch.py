@@ -20,7 +20,7 @@ from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, ScaleRule
 from deepseek_attn.kernels.common.checks import check, check_quantized
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import FLOATS, gpu
-from deepseek_attn.kernels.common.plans import KernelPlan, RowsProblem, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import RowsProblem, SharedLaunch, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.records import check_pool
 from deepseek_attn.kernels.common.rows import entry_format, fp8_rows, row_block
@@ -80,21 +80,6 @@ class _TokenLaunch(NamedTuple):
     query: QueryLatentArguments
     query_shape: QueryLatentShape
     outs: LatentAndKey
-
-
-class HeadLaunch(NamedTuple):
-    """`query_norm_rope` before its launch, which may be another op's as well.
-
-    Attributes:
-        plan: with the heads of a program; rows, shape: arguments and constants of `norm_heads`.
-        out: the result; blocks: of heads per token.
-    """
-
-    plan: KernelPlan
-    rows: HeadArguments
-    shape: HeadShape
-    out: Tensor
-    blocks: int
 
 
 def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
@@ -345,13 +330,13 @@ def _index_key(index: IndexKeyRows, positions: Tensor, rope: int) -> tuple[Index
 
 def query_norm_rope(raw_q: RawQueries) -> Tensor:
     """See `kernels.insert.query_norm_rope`."""
-    plan, rows, shape, out, blocks = head_launch(raw_q)
+    plan, rows, shape, out, grid = head_launch(raw_q)
     if len(out):
-        query_norm_rope_kernel[(len(out), blocks)](rows, SHAPE=shape, enable_fp_fusion=True, **plan.options)
+        query_norm_rope_kernel[grid](rows, SHAPE=shape, enable_fp_fusion=True, **plan.options)
     return out
 
 
-def head_launch(raw_q: RawQueries) -> HeadLaunch:
+def head_launch(raw_q: RawQueries) -> SharedLaunch:
     """Checks the tensors, plans, and allocates the output if it is not given.
 
     Raises:
@@ -370,7 +355,7 @@ def head_launch(raw_q: RawQueries) -> HeadLaunch:
     )  # fmt: skip
     count = plan.config.heads
     constants = HeadShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), count, raw_q.norm)
-    return HeadLaunch(plan, rows, constants, out, cdiv(padded, count))
+    return SharedLaunch(plan, rows, constants, out, (T, cdiv(padded, count)))
 
 
 def _output(name: str, x: Tensor, out: Tensor | None) -> Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
-from deepseek_attn.kernels.common.plans import cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import SharedLaunch, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
 from deepseek_attn.kernels.common.rows import fp8_rows, row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -26,30 +24,14 @@ from deepseek_attn.kernels.latent.values_triton import ValueArguments, ValueShap
 from deepseek_attn.kernels.latent.weights_triton import LatentWeightRows, WeightStrides, latent_dequantize_kernel
 
 
-class AbsorbLaunch(NamedTuple):
-    """`absorb_queries` before its launch, which may be another op's as well.
-
-    Attributes:
-        plan: with the kernel that runs; rows, shape: runtime arguments and constants of the Triton kernels.
-        out: the result; programs, token_blocks: grid of `absorb_queries_kernel`.
-    """
-
-    plan: LatentPlan
-    rows: AbsorbArguments
-    shape: AbsorbShape
-    out: Tensor
-    programs: int
-    token_blocks: int
-
-
 def absorb_queries(queries: LatentQueries) -> Tensor:
     """See `kernels.latent.absorb_queries`."""
-    plan, rows, shape, out, programs, token_blocks = absorb_launch(queries)
+    plan, rows, shape, out, grid = absorb_launch(queries)
     if not out.numel():
         return out
     if plan.rotation is None:
         options = launch_options(plan.product.config.warps, plan.pdl)
-        absorb_queries_kernel[(programs, token_blocks)](rows, SHAPE=shape, enable_fp_fusion=True, **options)
+        absorb_queries_kernel[grid](rows, SHAPE=shape, enable_fp_fusion=True, **options)
         return out
     # cuBLAS writes the latent channels of the result's rows, and the rotation fills their other channels
     (heads, nope, rank), warps = queries.weight.shape, plan.rotation.config.warps
@@ -65,7 +47,7 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     return out
 
 
-def absorb_launch(queries: LatentQueries) -> AbsorbLaunch:
+def absorb_launch(queries: LatentQueries) -> SharedLaunch:
     """Checks the tensors, plans, and allocates the result if it is not given.
 
     Raises:
@@ -94,7 +76,8 @@ def absorb_launch(queries: LatentQueries) -> AbsorbLaunch:
         BLOCK_H=tiles.heads,
         NATIVE_FP8=plan.native_fp8,
     )
-    return AbsorbLaunch(plan, rows, shape, out, padded_heads * cdiv(rank, tiles.rank), cdiv(T, tiles.tokens))
+    grid = padded_heads * cdiv(rank, tiles.rank), cdiv(T, tiles.tokens)
+    return SharedLaunch(plan, rows, shape, out, grid)
 
 
 def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.plans import KernelPlan, RowsProblem, cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, next_power_of_2
 from deepseek_attn.kernels.sampling.plan import plan
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.kernels.sampling.sampling_triton import (
@@ -25,17 +25,13 @@ def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
         raise ValueError(f"logits must have a vocabulary, got {list(logits.shape)}")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    if len(logits):
-        launch(plan(RowsProblem(*logits.shape), gpu(logits.device)), logits, invalid_token, tokens)
-    return tokens
-
-
-def launch(plan: KernelPlan, logits: Tensor, invalid_token: int, tokens: Tensor) -> None:
-    """Writes the greedy token of each row of ``logits`` to ``tokens``."""
-    (rows, vocab), (block, warps) = logits.shape, plan.config
+    (rows, vocab), device = logits.shape, logits.device
+    if not rows:
+        return tokens
+    block, warps = plan(RowsProblem(rows, vocab), gpu(device)).config
     blocks = cdiv(vocab, block)
-    peaks = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
-    columns = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    peaks = torch.empty(rows, blocks, dtype=torch.float32, device=device)
+    columns = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     greedy_block_kernel[(blocks, rows)](
         logits, peaks, columns, logits.stride(0), vocab, BLOCK=block, enable_fp_fusion=True, num_warps=warps
     )
@@ -43,6 +39,7 @@ def launch(plan: KernelPlan, logits: Tensor, invalid_token: int, tokens: Tensor)
     greedy_row_kernel[(rows,)](
         peaks, columns, tokens, blocks, NONE=invalid_token, WIDTH=width, enable_fp_fusion=True, num_warps=4
     )
+    return tokens
 
 
 def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tensor, verify: bool) -> AcceptedDrafts:

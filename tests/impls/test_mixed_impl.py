@@ -33,7 +33,7 @@ def gpu(monkeypatch):
 
 
 def takes_flashmla(queries, heads, keys, record):
-    return plan_library(LayerCall(queries, heads, keys, record), H200).flashmla
+    return plan_library(LayerCall(queries, heads, keys, record), H200).choice.kernel == "FlashMLA"
 
 
 def test_it_is_the_default_on_hopper_with_both(gpu):
