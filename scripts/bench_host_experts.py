@@ -1,0 +1,451 @@
+"""Experts in pinned host memory: rates of copies, steps of experts alone and of a whole model, beside the bus's limit.
+
+    python scripts/bench_host_experts.py --parts copies,experts,model --out FILE
+
+* ``copies``: bytes per second of one cudaMemcpy, and of the kernel that reads host memory, by its programs and warps.
+* ``experts``: the routed experts of all layers of a model as one CUDA graph, with random tokens and routings.
+* ``model``: a whole model with random weights, decode steps as CUDA graphs and a prompt. Routers are computed, and then
+  replaced by the same random routings.
+
+Routings are uniform, or follow Zipf's law with exponent 1 over the experts of each layer in an order of its own; each
+step draws anew. The limit of the bus is the bytes of the experts that a step copied over the rate of cudaMemcpy.
+``--host-layers`` layers of weights in host memory are shared by all layers; each has its own rows on the GPU. The last
+line on standard output is one JSON document; ``--out`` keeps it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepseek_attn import ModelConfig
+from deepseek_attn.checkpoint.random import RepeatingSource
+from deepseek_attn.cli.info import environment
+from deepseek_attn.cli.options import numbers
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
+from deepseek_attn.kernels.common.quant import InputFormat
+from deepseek_attn.kernels.moe import ExpertStack, expert_parts, fetch_experts, moe_experts, plan
+from deepseek_attn.lab.bench.layer import reserved_sequences
+from deepseek_attn.layers.experts import ExpertLinear
+from deepseek_attn.models.host_experts import ExpertRows
+from deepseek_attn.models.moe import Gate
+from deepseek_attn.runner import ModelRunner, build
+from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.utils.device import pinned_empty
+from deepseek_attn.utils.files import write_text
+
+GPU_ROOM = 6 << 30  # left free beside the rows of the experts alone
+COPY_SIZES = [(8, 4), (16, 4), (32, 4), (64, 4), (132, 4), (264, 4), (8, 16), (16, 16), (32, 8), (64, 8)]
+STEPS, SECONDS = 150, 2.5  # of a routing before it is timed, and as often while it is timed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=Path(__file__).name, description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default="v4_flash", help="a preset (default: v4_flash)")
+    parser.add_argument("--parts", default="copies,experts,model")
+    parser.add_argument("--batches", type=numbers, default=[1, 4, 16])
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prompt")
+    parser.add_argument("--host-layers", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cache-bytes", type=int, help="bytes of rows on the GPU; default: all that is free")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    config = ModelConfig.from_pretrained(args.model)
+    if device.type == "cuda" and "experts" in args.parts:
+        begin = time.perf_counter()
+        compile_kernels(config, [*args.batches, args.prompt])
+        say(f"compiled the kernels of experts in {time.perf_counter() - begin:.1f} s")
+    found: dict[str, Any] = {"config": args.model}
+    with suppress(Exception):
+        found["environment"] = environment()
+    bench = Bench(config, device, args)
+    for part in args.parts.split(","):
+        begin = time.perf_counter()
+        try:
+            found[part] = getattr(bench, part)()
+        except Exception as error:  # the other parts may work
+            traceback.print_exc()
+            found[part] = {"error": f"{type(error).__name__}: {error}"[:500]}
+        say(f"{part} took {time.perf_counter() - begin:.1f} s")
+    text = json.dumps(found, default=str)
+    if args.out is not None:
+        write_text(args.out, text + "\n")
+    print(text, flush=True)
+    sys.exit(any("error" in found[part] for part in args.parts.split(",")))
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def compile_kernels(config: Any, tokens: list[int]) -> None:
+    """Compiles the kernels of experts alone, in processes, before this one uses the GPU."""
+    from deepseek_attn.runner.ahead.pool import compile_variants
+    from deepseek_attn.runner.ahead.recording import recorded_launches
+
+    E, D, inner, k = (
+        config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
+    )  # fmt: skip
+    meta = torch.device("meta")
+
+    def stack(rows: int, width: int) -> ExpertStack:
+        shapes = (E, rows, width // 2), (E, rows, width // 32), (E, rows)
+        return ExpertStack(*(torch.empty(shape, dtype=torch.uint8, device=meta) for shape in shapes))
+
+    stacks = stack(inner, D), stack(inner, D), stack(D, inner)
+    with recorded_launches(GPU((9, 0), 132)) as launches:
+        layer = ExpertRows.of([stacks, stacks], meta, None).layers[0]
+        for T in tokens:
+            ids, weights = torch.empty(T, k, dtype=torch.int64, device=meta), torch.empty(T, k, device=meta)
+            x = torch.empty(T, D, dtype=torch.bfloat16, device=meta)
+            found, options = layer.find(ids), (config.swiglu_limit, False, InputFormat(True))
+            moe_experts(x, ids, weights, *layer.stacks, *options, slots=found)
+        variants = list(launches.variants.values())
+    compile_variants([variants], max(1, (os.cpu_count() or 2) - 2), lambda **event: None)
+
+
+class Bench:
+    """All parts; each frees what it allocates.
+
+    Attributes:
+        rate: bytes per second of cudaMemcpy from pinned memory, once measured.
+    """
+
+    def __init__(self, config: Any, device: torch.device, args: argparse.Namespace):
+        self.config, self.device, self.args = config, device, args
+        self.rate: float | None = None
+
+    # --- copies ---
+
+    def copies(self) -> dict[str, Any]:
+        """Rates of copies from pinned memory."""
+        rates: dict[str, Any] = {"memcpy": self.memcpy_rate()}
+        E, D, inner = 32, self.config.hidden_size, self.config.moe_intermediate_size
+        host = self.host_layer(E, D, inner)
+        state = ExpertRows.of([host], self.device, None).layers[0].state
+        nbytes = (E - 1) * sum(part[0].nbytes for part in expert_parts(host))
+        for programs, warps in COPY_SIZES if self.device.type == "cuda" else []:
+            with forced_row(plan.COPIES, Row(ANY, "copy_experts_kernel", plan.CopySize(programs, warps))):
+                seconds = self.timed(lambda: fetch_experts(state), 3)
+            for part, rows in zip(expert_parts(host), expert_parts(state.device), strict=True):
+                found = rows[state.found[E - 1]].cpu().view(torch.uint8)
+                assert torch.equal(found, part[E - 1].view(torch.uint8)), "copied bytes differ"
+            rates[f"{programs} programs of {warps} warps"] = nbytes / seconds
+            say(f"  kernel, {programs:3} programs of {warps:2} warps: {nbytes / seconds / 1e9:6.2f} GB/s")
+        return rates
+
+    def memcpy_rate(self) -> float:
+        if self.rate is None:
+            source = self.pinned((1 << 30,), torch.uint8)
+            target = torch.empty_like(source, device=self.device)
+            self.rate = source.nbytes / self.timed(lambda: target.copy_(source, non_blocking=True), 5)
+            say(f"  cudaMemcpy: {self.rate / 1e9:.2f} GB/s")
+        return self.rate
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device.type != "cuda":
+            return torch.zeros(shape, dtype=dtype, device="cpu")
+        try:
+            return pinned_empty(shape, dtype)
+        except Exception as error:
+            say(f"  pinned_empty failed ({error}): memory of torch's allocator instead")
+            return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+    def host_layer(self, E: int, D: int, inner: int) -> tuple[ExpertStack, ExpertStack, ExpertStack]:
+        """One layer of random FP4 experts in pinned memory."""
+
+        def random(shape: tuple[int, ...], low: int, high: int) -> Tensor:
+            made = torch.randint(low, high, shape, dtype=torch.uint8, device=self.device)
+            return self.pinned(shape, torch.uint8).copy_(made)
+
+        def stack(rows: int, width: int) -> ExpertStack:
+            weight, scale = random((E, rows, width // 2), 0, 256), random((E, rows, width // 32), 118, 123)
+            return ExpertStack(weight, scale, self.pinned((E, rows), torch.uint8).copy_(scale.amax(-1)))
+
+        return stack(inner, D), stack(inner, D), stack(D, inner)
+
+    def timed(self, call: Callable[[], object], repeats: int) -> float:
+        """Median seconds of a call, after one."""
+        call()
+        times = []
+        for _ in range(repeats):
+            self.synchronize()
+            begin = time.perf_counter()
+            call()
+            self.synchronize()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    def free(self) -> None:
+        """Gives memory of earlier parts back."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    # --- routings ---
+
+    def routings(self, kind: str, layers: int, T: int, topk: int, E: int) -> Iterator[Tensor]:
+        """Expert ids ``[layers, T, topk]`` of one step after the other, on the device."""
+        generator = torch.Generator(self.device).manual_seed(1)
+        weight = 1 / torch.arange(1, E + 1, device=self.device, dtype=torch.float32)
+        order = torch.rand(layers, E, device=self.device, generator=generator).argsort(1)
+        log_weight = weight.log()[order] if kind == "zipf" else torch.zeros(layers, E, device=self.device)
+        while True:
+            # the largest of log-probabilities with Gumbel noise: drawn without replacement
+            uniform = torch.rand(layers, T, E, device=self.device, generator=generator).clamp_(min=1e-9)
+            yield (log_weight[:, None] - (-uniform.log()).log()).topk(topk, -1).indices
+
+    def steps(
+        self, rows: ExpertRows, layers: int, ids: Tensor, run: Callable[[], object], kind: str
+    ) -> dict[str, float]:
+        """Medians of steps under a routing: seconds, experts copied, share of the needed ones that were there."""
+        E = len(rows.layers[0].state.row)
+        moved = [layer.state.num_moves for layer in rows.layers[:layers]]
+        drawn = self.routings(kind, layers, *ids.shape[1:], E)
+        deadline, number = time.perf_counter() + self.args.seconds, 0
+        while number < STEPS and time.perf_counter() < deadline:
+            ids.copy_(next(drawn))
+            run()
+            self.synchronize()
+            number += 1
+        times, copied, needed = [], [], []
+        deadline = time.perf_counter() + self.args.seconds
+        while len(times) < 5 or (len(times) < STEPS and time.perf_counter() < deadline):
+            ids.copy_(next(drawn))
+            self.synchronize()
+            begin = time.perf_counter()
+            run()
+            self.synchronize()
+            times.append(time.perf_counter() - begin)
+            copied.append(int(torch.cat(moved).sum()))
+            chosen = torch.zeros(layers, E, dtype=torch.bool, device=self.device)
+            needed.append(int(chosen.scatter_(1, ids.flatten(1), True).sum()))
+        there = self.timed(run, 5)  # the same routing again: all experts are there, or in rows of the call
+        return {
+            "seconds": statistics.mean(times), "median_seconds": statistics.median(times), "steps": len(times),
+            "steps_before": number, "copied": statistics.mean(copied), "needed": statistics.mean(needed),
+            "hit_rate": 1 - sum(copied) / sum(needed), "seconds_all_there": there,
+        }  # fmt: skip
+
+    def with_limit(self, result: dict[str, Any], experts: float, nbytes: int) -> dict[str, Any]:
+        """A result with the seconds that the bus takes for this number of experts, and the ratio to them."""
+        bus = experts * nbytes / self.memcpy_rate()
+        return result | {"bus_seconds": bus, "over_bus": result["seconds"] / bus if bus else None}
+
+    def report(self, what: str, result: dict[str, Any], tokens: int) -> None:
+        ratio = result["over_bus"]
+        say(
+            f"  {what}: {result['seconds'] * 1e3:8.2f} ms, {tokens / result['seconds']:8.1f} tokens/s; "
+            f"bus {result['bus_seconds'] * 1e3:8.2f} ms, ratio {f'{ratio:.3f}' if ratio else '-'}; "
+            f"hit rate {result.get('hit_rate', 0):.3f}; all there {result.get('seconds_all_there', 0) * 1e3:.2f} ms; "
+            f"{result.get('steps_before', 0)} + {result.get('steps', 0)} steps"
+        )
+
+    # --- experts alone ---
+
+    @torch.inference_mode()
+    def experts(self) -> dict[str, Any]:
+        """The experts of all layers, as a CUDA graph."""
+        config, device = self.config, self.device
+        E, D, k = config.n_routed_experts, config.hidden_size, config.num_experts_per_tok
+        layers, limit = len(config.layers), config.swiglu_limit
+        self.memcpy_rate()
+        self.free()
+        hosts = [self.host_layer(E, D, config.moe_intermediate_size) for _ in range(self.args.host_layers)]
+        say(f"  {len(hosts)} layers of experts in host memory")
+        budget = self.args.cache_bytes or torch.cuda.mem_get_info()[0] - GPU_ROOM
+        rows = ExpertRows.of([hosts[i % len(hosts)] for i in range(layers)], device, budget)
+        nbytes = sum(part[0].nbytes for part in expert_parts(hosts[0]))
+        say(f"  {rows.cached} of {E} experts of each layer in {rows.nbytes / 1e9:.1f} GB")
+        results: dict[str, Any] = {"cached": rows.cached, "expert_bytes": nbytes, "row_bytes": rows.nbytes}
+
+        def compute(x: Tensor, ids: Tensor, weights: Tensor) -> None:
+            rows.begin(ids[0].numel())
+            for number, layer in enumerate(rows.layers):
+                found = layer.find(ids[number])
+                moe_experts(x, ids[number], weights, *layer.stacks, limit, False, InputFormat(True), slots=found)
+            rows.end()
+
+        for T in self.args.batches:
+            x = torch.randn(T, D, device=device).bfloat16() if device.type == "cuda" else torch.randn(T, D)
+            ids = next(self.routings("uniform", layers, T, k, E))
+            weights = torch.rand(T, k, device=device)
+            run = self.graph(lambda x=x, ids=ids, weights=weights: compute(x, ids, weights))
+            for kind in ("uniform", "zipf"):
+                result = self.steps(rows, layers, ids, run, kind)
+                results[f"{kind}, batch {T}"] = result = self.with_limit(result, result["copied"], nbytes)
+                self.report(f"{kind:7} batch {T:2}", result, T)
+        T = self.args.prompt
+        x = torch.randn(T, D, device=device).bfloat16() if device.type == "cuda" else torch.randn(T, D)
+        ids, weights = next(self.routings("uniform", layers, T, k, E)), torch.rand(T, k, device=device)
+        seconds = self.timed(lambda: compute(x, ids, weights), 3)
+        result = self.with_limit({"seconds": seconds}, layers * (E - rows.cached), nbytes)
+        results[f"prompt of {T}"] = result
+        self.report(f"prompt of {T}", result, T)
+        return results
+
+    def graph(self, call: Callable[[], object]) -> Callable[[], object]:
+        call()
+        if self.device.type != "cuda":
+            return call
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    # --- a whole model ---
+
+    def model(self) -> dict[str, Any]:
+        """Decode steps and a prompt of a whole model."""
+        self.memcpy_rate()
+        self.free()
+        config, T = self.config, self.args.prompt
+        options = {"max_model_len": 2 * T, "max_num_seqs": max(self.args.batches), "max_num_batched_tokens": T}
+        memory = {} if self.device.type != "cuda" else {
+            "expert_memory": "host", "expert_cache_bytes": self.args.cache_bytes, "compile_ahead": True
+        }  # fmt: skip
+        begin = time.perf_counter()
+        with shared_experts(self.args.host_layers), given_routings() as given:
+            runner = ModelRunner.from_source(
+                config, RepeatingSource(config), device=self.device, progress=False, **options, **memory
+            )
+            with runner:
+                say(f"  {runner}, loaded in {time.perf_counter() - begin:.1f} s")
+                return self.time_model(runner, given)
+
+    def time_model(self, runner: ModelRunner, given: dict[int, list[Tensor]]) -> dict[str, Any]:
+        config, T, rows = self.config, self.args.prompt, runner.expert_rows
+        if rows is None:
+            rows = rows_on_cpu(runner)
+        layers = len(config.layers)
+        E, k = config.n_routed_experts, config.num_experts_per_tok
+        nbytes = sum(part[0].nbytes for part in expert_parts(rows.layers[0].state.host))
+        say(f"  {rows.cached} of {E} experts of each layer in {rows.nbytes / 1e9:.1f} GB")
+        results: dict[str, Any] = {"cached": rows.cached, "expert_bytes": nbytes, "row_bytes": rows.nbytes}
+
+        def prompt() -> None:
+            sequence = runner.sequence([7 * i % config.vocab_size for i in range(T)])
+            try:
+                runner.step([(sequence, T)])
+            finally:
+                runner.manager.free(sequence.cache)
+
+        begin = time.perf_counter()
+        prompt()
+        self.synchronize()
+        say(f"  first prompt, with kernels that are compiled meanwhile: {time.perf_counter() - begin:.1f} s")
+        seconds = self.timed(prompt, 2)
+        result = self.with_limit({"seconds": seconds}, layers * (E - rows.cached), nbytes)
+        results[f"prompt of {T}"] = result
+        self.report(f"prompt of {T}", result, T)
+        context = T + 1
+        for batch in self.args.batches:
+            ids = next(self.routings("uniform", layers, batch, k, E))
+            given[batch] = list(ids)
+            with reserved_sequences(runner, batch, 1, context) as caches, runner.op_settings(), torch.inference_mode():
+                steps = DecodeGraphs(
+                    runner.whole_model(), runner.layout, runner.device, batches=[batch], engram=runner.tables
+                )
+                step = steps.step(steps.size_for([1] * batch, context))
+                tokens = [[(7 * i) % config.vocab_size] for i in range(batch)]
+                step.set_inputs(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
+                for kind in ("uniform", "zipf"):
+                    result = self.steps(rows, layers, ids, step.run, kind)
+                    results[f"{kind}, batch {batch}"] = result = self.with_limit(result, result["copied"], nbytes)
+                    self.report(f"{kind:7} batch {batch:2}", result, batch)
+            del given[batch], step, steps
+        if self.device.type == "cuda":
+            results["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+            results["reserved_gpu_bytes"] = torch.cuda.max_memory_reserved()
+            free, total = torch.cuda.mem_get_info()
+            results["used_gpu_bytes"] = total - free
+            say(
+                f"  GPU memory: {results['peak_gpu_bytes'] / 1e9:.1f} GB allocated at most, {(total - free) / 1e9:.1f} used"
+            )
+        return results
+
+
+@contextmanager
+def shared_experts(layers: int) -> Iterator[None]:
+    """While a model is loaded, its layers share the experts of the first ``layers``, which alone are loaded.
+
+    Nothing checks that host memory holds them all.
+    """
+    load, available = ExpertLinear._load_expert, build.available_memory
+    loaded: dict[tuple[int, ...], list[ExpertLinear]] = {}
+    sharing: dict[int, ExpertLinear] = {}
+
+    def load_or_share(self: ExpertLinear, index: int, *args: Any) -> None:
+        own = loaded.setdefault((self.experts, self.out_features, self.in_features), [])
+        # w1 and w3 have one shape
+        most = layers * (2 if self.out_features < self.in_features else 1)
+        if any(linear is self for linear in own) or (id(self) not in sharing and len(own) < most):
+            if not any(linear is self for linear in own):
+                own.append(self)
+            load(self, index, *args)
+        elif id(self) not in sharing:
+            sharing[id(self)] = of = own[len(sharing) % len(own)]
+            self.weight, self.scale, self.exponent = of.weight, of.scale, of.exponent
+
+    ExpertLinear._load_expert, build.available_memory = load_or_share, lambda: 1 << 50
+    try:
+        yield
+    finally:
+        ExpertLinear._load_expert, build.available_memory = load, available
+
+
+@contextmanager
+def given_routings() -> Iterator[dict[int, list[Tensor]]]:
+    """Routers return given experts in this context: by the number of tokens, int64 ``[T, k]`` of each layer."""
+    given: dict[int, list[Tensor]] = {}
+    forward = Gate.forward
+    numbers_of: dict[int, int] = {}
+
+    def replaced(self: Gate, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        experts, weights = forward(self, x, token_ids)
+        number = numbers_of.setdefault(id(self), len(numbers_of))
+        layers = given.get(len(x))
+        return (experts if layers is None or number >= len(layers) else layers[number]), weights
+
+    Gate.forward = replaced
+    try:
+        yield given
+    finally:
+        Gate.forward = forward
+
+
+def rows_on_cpu(runner: ModelRunner) -> ExpertRows:
+    """Rows for a dry run without a GPU."""
+    from deepseek_attn.models.moe import Experts
+
+    layers = [module for module in runner.model.layers.modules() if isinstance(module, Experts)]
+    rows = ExpertRows.of([layer.stacks() for layer in layers], runner.device, None)
+    for layer, of_layer in zip(layers, rows.layers, strict=True):
+        layer.rows = of_layer
+    rows.watch(runner.model, runner.config.num_experts_per_tok)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
