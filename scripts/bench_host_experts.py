@@ -36,9 +36,10 @@ from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli.info import environment
 from deepseek_attn.cli.options import numbers
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
+from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, Row, forced_row
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.moe import ExpertStack, expert_parts, fetch_experts, moe_experts, plan
+from deepseek_attn.kernels.moe import ExpertStack, fetch_experts, moe_experts, plan
+from deepseek_attn.kernels.moe.types import expert_parts
 from deepseek_attn.lab.bench.layer import reserved_sequences
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.models.host_experts import ExpertRows
@@ -141,7 +142,7 @@ class Bench:
         state = ExpertRows.of([host], self.device, None).layers[0].state
         nbytes = (E - 1) * sum(part[0].nbytes for part in expert_parts(host))
         for programs, warps in COPY_SIZES if self.device.type == "cuda" else []:
-            with forced_row(plan.COPIES, Row(ANY, "copy_experts_kernel", plan.CopySize(programs, warps))):
+            with forced_row(plan.COPIES, Row(ANY, "copy_experts_kernel", LaunchBlock(programs, warps))):
                 seconds = self.timed(lambda: fetch_experts(state), 3)
             for part, rows in zip(expert_parts(host), expert_parts(state.device), strict=True):
                 found = rows[state.found[E - 1]].cpu().view(torch.uint8)
@@ -380,9 +381,8 @@ class Bench:
             results["reserved_gpu_bytes"] = torch.cuda.max_memory_reserved()
             free, total = torch.cuda.mem_get_info()
             results["used_gpu_bytes"] = total - free
-            say(
-                f"  GPU memory: {results['peak_gpu_bytes'] / 1e9:.1f} GB allocated at most, {(total - free) / 1e9:.1f} used"
-            )
+            peak, used = results["peak_gpu_bytes"], total - free
+            say(f"  GPU memory: {peak / 1e9:.1f} GB allocated at most, {used / 1e9:.1f} of {total / 1e9:.1f} used")
         return results
 
 

@@ -324,7 +324,7 @@ def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor | None, fe
         E=E,
         BINS=next_power_of_2(E + 1),
         ROWS=next_power_of_2(E),
-        BLOCK=min(next_power_of_2(pairs), plan.choose.config.size) if pairs else 1,
+        BLOCK=plan.choose.config.size,
         FETCH=fetch,
         enable_fp_fusion=True,
         **launch_options(warps, plan.pdl),

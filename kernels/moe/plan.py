@@ -501,8 +501,8 @@ class FetchProblem:
 
 
 def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchBlock:
-    """It holds every expert of the layer; ``size``: pairs that it counts at once."""
-    return LaunchBlock(1024, max(4, min(16, next_power_of_2(problem.experts) // 64)))
+    """It holds every expert of the layer; ``size``: pairs that it counts at once, one for each thread at least."""
+    return LaunchBlock(512, max(4, min(16, next_power_of_2(problem.experts) // 64)))
 
 
 CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_program))

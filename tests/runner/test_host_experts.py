@@ -22,7 +22,7 @@ from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from tests.support.drafts import complete
 from tests.support.small_models import prompt, two_layers
 from tests.support.tiers import tiered
-from tests.support.v41_cases import shallow
+from tests.support.v41_cases import shallow, tiny_for_kernels
 
 OPTIONS = {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 CHUNKS = (None, 13)
@@ -175,10 +175,11 @@ def test_kernels_are_listed_ahead():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("preset", ["tiny_gpu", "tiny_v32", "tiny_v41"])
+@pytest.mark.parametrize("preset", ["tiny_gpu", "tiny_v32", "v41"])
 def test_the_same_bits_on_a_gpu(device, preset):
     """Graphs, prompts, drafts: everything as with all experts on the GPU."""
-    options = OPTIONS | {"device": device, "numerics": "serving"}
+    options = OPTIONS | {"device": device, "numerics": "serving", "compile_ahead": True}
+    preset = tiny_for_kernels() if preset == "v41" else preset
     with ModelRunner.from_config(preset, **options) as runner:
         texts = texts_of(runner)
         expected = [runner.score(texts, chunk_size) for chunk_size in CHUNKS]

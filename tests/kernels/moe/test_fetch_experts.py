@@ -192,12 +192,13 @@ def test_kernels_follow_the_rules(triton_device, E, num_rows, filled, fmt):
     assert cache.uses.tolist() == expected.uses
 
 
-@pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (1024, 512)])
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("fmt", "hidden", "inner"), [("fp4", 1024, 512), ("fp4", 512, 256), ("fp8", 512, 256), ("plain", 384, 128)]
+)
 def test_the_same_bits_as_all_experts_resident(gpu, fmt, hidden, inner):
     """Eagerly and in a graph whose routing changes; from one token to more experts than rows."""
     E, k = 37, 6
-    for T in (1, 5, 11, 40, 300):
+    for T in (1, 2, 11, 40, 300):
         case = make_case(T, hidden, inner, E, k, fmt)
         cache = make_cache((case.w1, case.w3, case.w2), 13, device="cuda")
         options = {"limit": 4.0, "input_format": InputFormat(True)}
