@@ -232,6 +232,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--top": (1, MOST),
     "--kv-cache-bytes": (1, PEBIBYTE),
     "--expert-cache-bytes": (1, PEBIBYTE),
+    "--host-memory": (1, PEBIBYTE),
+    "--disk-rate": (1, PEBIBYTE),
     "--memory": (1, PEBIBYTE),
     "--temperature": (0, MOST),
     "--top-k": (0, MOST),

@@ -8,6 +8,7 @@ from typing import Any
 
 from deepseek_attn.cli.options import (
     HUB_ID,
+    add_expert_options,
     add_limits,
     add_numerics_options,
     add_prefill_options,
@@ -17,6 +18,7 @@ from deepseek_attn.cli.options import (
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.sizes import show_bytes
 
+DISK_RATE = 3e9  # bytes/s of large reads of an NVMe disk; not measured
 RANK_FLAGS: dict[str, Any] = {
     "ranks": 1, "layout": "tp", "gpus_per_host": 8, "batch": [1, 32, 128], "context": None, "prefill": None,
 }  # fmt: skip
@@ -38,6 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_numerics_options(parser)
     add_limits(parser)
     add_prefill_options(parser)
+    parser.add_argument(
+        "--device", choices=["cpu"], help="predict for this machine's CPU, also where there is a GPU, in this memory"
+    )
+    add_expert_options(parser)
+    parser.add_argument(
+        "--host-memory", type=memory_size, metavar="BYTES",
+        help="memory of the host, for routed experts outside of a GPU, or of a CPU (default: that is free here)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--disk-rate", type=memory_size, default=DISK_RATE, metavar="BYTES",
+        help="bytes per second that the disk reads in large blocks (default: 3GB)",
+    )  # fmt: skip
     parser.add_argument(
         "--memory", type=memory_size, metavar="BYTES",
         help="memory of a GPU, or on a CPU for caches and workspace, for instance 80GB: prints the sizes that fit",
@@ -67,8 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     given = [name for name, default in RANK_FLAGS.items() if getattr(args, name) != default]
-    if given and args.gpu is None:
+    if given and args.gpu is None and (args.device is None or given != ["batch"]):
         raise ValueError(f"--{given[0].replace('_', '-')}: say of which GPUs, --gpu h100 or h200")
+    if args.gpu is not None and args.device is not None:
+        raise ValueError("--gpu and --device cpu: choose one")
     from deepseek_attn.cli.plan_facts import PlanFacts  # imports torch
 
     facts = PlanFacts(args).collect()
@@ -112,11 +128,14 @@ def table(facts: dict) -> str:
         ]
     if "ranks" in facts:
         lines += rank_table(facts["ranks"])
+    if "experts" in facts:
+        lines += expert_table(facts["experts"])
     return "\n".join(lines)
 
 
 PARTS = {
     "weights": "weights",
+    "experts": "routed experts on the GPU",
     "caches": "caches",
     "buffers": "workspace, selected entries, RoPE tables",
     "graphs": "CUDA graphs of decode steps, once all are captured",
@@ -137,6 +156,43 @@ def gpu_table(facts: dict) -> list[str]:
     if not facts["fits"]:
         lines.append(f"  does not fit: the GPU has {show_bytes(facts['memory'])}")
     return lines
+
+
+SETTINGS = {
+    "gpu": "all on the device",
+    "host": "in pinned host memory",
+    "disk": "in the checkpoint's files",
+}
+
+
+def expert_table(facts: dict) -> list[str]:
+    """Lines about routed experts, for each place where they can be kept."""
+    lines = [
+        "",
+        f"routed experts: {facts['layers']} layers of {facts['experts']}, {show_bytes(facts['expert_bytes'])} each on "
+        f"{facts['device']}, {show_bytes(facts['total'])} in all; a token needs {facts['topk']} of each layer",
+        f"{'--expert-memory':<17}{'fits':<6}{'of device':>11}{'of host':>11}{'on device':>12}{'hits*':>7}",
+    ]
+    for row in facts["settings"]:
+        cached = f"{row['cached']}/{facts['experts']}"
+        lines.append(
+            f"{row['memory']:<17}{'yes' if row['fits'] else 'no':<6}{show_bytes(row['device_bytes']):>11}"
+            f"{show_bytes(row['host_bytes']):>11}{cached:>12}{row['hit_rate']:>7.0%}  {SETTINGS[row['memory']]}"
+            + (f"; {row['problem']}" if row["problem"] else "")
+        )
+    lines.append(f"(device: {show_bytes(facts['device_memory'])}, host: {show_bytes(facts['host_memory'])})")
+    lines.append("* expected of a routing that chooses evenly: the part of a layer's experts that is on the device")
+    for row in facts["settings"]:
+        if row["steps"]:
+            what = "read from disk" if row["memory"] == "disk" else "over the bus"
+            lines += ["", f"decode with --expert-memory {row['memory']} at {show_bytes(row['rate'])}/s {what}:"]
+            lines.append("".join(f"{name:>14}" for name in ("requests", "hit rate", "bytes/step", "tokens/s")))
+            lines += [
+                f"{step['requests']:>14}{step['hit_rate']:>14.0%}{show_bytes(step['moved']):>14}"
+                f"{step['tokens_per_second']:>14.3g}"
+                for step in row["steps"]
+            ]
+    return [*lines, "", *facts["notes"]]
 
 
 def rank_table(facts: dict) -> list[str]:

@@ -18,15 +18,19 @@ from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.config.options import DTYPES, check_sizes, pick_device, pick_dtype
+from deepseek_attn.estimates.experts import ExpertSizes, OtherWeights, cpu_steps, gpu_steps
 from deepseek_attn.estimates.machines import H200, MACHINES, Machine
 from deepseek_attn.estimates.ranks import RankLayout, RankModel
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.dispatch import problem_on
+from deepseek_attn.layers.expert_memory import DISK, GPU, HOST, ExpertMemory
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.split import check_split
+from deepseek_attn.runner.expert_files import FREE_SHARE
 from deepseek_attn.runner.memory import RunnerMemory
 from deepseek_attn.runner.planner import Plan, make_plan, sequences_that_fit, tokens_that_fit
-from deepseek_attn.utils.device import total_memory
+from deepseek_attn.utils.device import available_memory, total_memory
+from deepseek_attn.utils.sizes import show_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +46,7 @@ class PlanFacts:
     """
 
     def __init__(self, args: argparse.Namespace):
-        self.args, self.config, device = args, ModelConfig.from_pretrained(args.model), pick_device(None)
+        self.args, self.config, device = args, ModelConfig.from_pretrained(args.model), pick_device(args.device)
         self.on_gpu, self.dp_attention = args.gpu is not None or device.type == "cuda", args.layout == "dp"
         self.gpu_problem = "" if args.gpu is not None else problem_on(device)
         preset = args.numerics or ("serving" if self.on_gpu else "exact")
@@ -57,6 +61,7 @@ class PlanFacts:
             if tokens is not None and tokens > longest:
                 raise ValueError(f"--{flag} {tokens}: a sequence has at most {longest} tokens (--max-model-len)")
         check_drafts(self.config, args.speculate, args.max_num_batched_tokens)
+        self.memory = ExpertMemory(args.expert_memory, args.expert_cache_bytes)
 
     def collect(self) -> dict[str, Any]:
         """Everything that `plan` prints."""
@@ -88,7 +93,104 @@ class PlanFacts:
             facts |= self.what_fits(memory_of)
         if args.gpu is not None:
             facts["ranks"] = self.rank_facts()
+        sizes = ExpertSizes.of(self.config, self.numerics, self.dtype, args.ranks)
+        if sizes is not None and args.device is not None:
+            facts["experts"] = self.cpu_experts(sizes, plan)
+        elif sizes is not None and "gpu" in facts:
+            facts["experts"] = found = self.gpu_experts(sizes, facts["gpu"]["total"])
+            chosen = next(row for row in found["settings"] if row["memory"] == self.memory.kind)
+            held = chosen["device_bytes"] - facts["gpu"]["total"] + sizes.total
+            parts = facts["gpu"]["parts"]
+            parts["weights"] -= sizes.total
+            facts["gpu"] |= {
+                "parts": {"weights": parts.pop("weights"), "experts": held} | parts,
+                "total": chosen["device_bytes"], "fits": chosen["fits"],
+            }  # fmt: skip
         return facts
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes of the host."""
+        return self.args.host_memory or available_memory()
+
+    def gpu_experts(self, sizes: ExpertSizes, total: int) -> dict[str, Any]:
+        """Each place for routed experts of a model on GPUs.
+
+        Args:
+            total: bytes of a GPU with all experts of one rank.
+        """
+        args, machine = self.args, self.machine
+        ranks = min(args.ranks, args.gpus_per_host)
+        free = machine.memory - (total - sizes.total)
+        layout = RankLayout(args.ranks, self.dp_attention, args.gpus_per_host)
+        model = RankModel(self.config, self.numerics, self.dtype, layout, machine)
+        bus = machine.rates["bus"]
+        settings = [{
+            "memory": GPU, "fits": total <= machine.memory, "problem": "", "device_bytes": total, "host_bytes": 0,
+            "cached": sizes.experts, "hit_rate": 1.0, "rate": None, "steps": [],
+        }]  # fmt: skip
+        for memory, rate in ((HOST, bus), (DISK, min(bus, args.disk_rate))):
+            budget = min(free, args.expert_cache_bytes or free)
+            cached, held = sizes.on_gpu(budget)
+            in_host = sizes.total * ranks if memory == HOST else 0
+            problem = "too little memory of the GPU for one expert of each layer" if not cached else ""
+            if in_host > self.host_memory:
+                problem = "too little memory of the host"
+            settings.append({
+                "memory": memory, "fits": not problem, "problem": problem, "device_bytes": total - sizes.total + held,
+                "host_bytes": in_host, "cached": cached, "hit_rate": cached / sizes.experts, "rate": rate,
+                "steps": [
+                    vars(step) | {"tokens_per_second": step.tokens_per_second}
+                    for step in gpu_steps(model, sizes, args.batch, args.context or self.length, rate)
+                    if cached
+                ],
+            })  # fmt: skip
+        notes = [
+            f"bus: PCI Express 5.0 x16 at {show_bytes(bus)}/s, disk at {show_bytes(args.disk_rate)}/s (--disk-rate): "
+            "not measured; copies precede the products of their layer"
+        ]
+        return self._expert_facts(sizes, machine.name, machine.memory, sizes.nbytes, settings, notes)
+
+    def cpu_experts(self, sizes: ExpertSizes, plan: Plan) -> dict[str, Any]:
+        """Each place for routed experts of a model on this machine's CPU."""
+        args, memory = self.args, self.host_memory
+        others = OtherWeights.of(self.config, self.numerics, self.dtype)
+        base, one = others.nbytes + plan.total, sizes.layers * sizes.stored
+        free = max(0, memory - base)
+        size = args.expert_cache_bytes or int(free * FREE_SHARE)
+        cached = min(sizes.experts, size // one)
+        settings = []
+        for kind, number, taken in ((GPU, sizes.experts, sizes.total), (DISK, cached, cached * one)):
+            fits = base + taken <= memory and number > 0
+            steps = cpu_steps(self.config, sizes, others, args.batch, args.disk_rate) if kind == DISK else ()
+            settings.append({
+                "memory": kind, "fits": fits, "problem": "" if fits else "too little memory", "device_bytes": 0,
+                "host_bytes": base + taken, "cached": number, "hit_rate": number / sizes.experts,
+                "rate": args.disk_rate,
+                "steps": [vars(step) | {"tokens_per_second": step.tokens_per_second} for step in steps],
+            })  # fmt: skip
+        notes = [
+            f"weights without routed experts: {show_bytes(others.nbytes)} in numerics {self.numerics.name}",
+            "tokens/s: of one thread, which dequantises 420e6 values and multiplies 5e9 weights per second (measured "
+            f"on a virtual core of 2.4 GHz); the disk at {show_bytes(args.disk_rate)}/s (--disk-rate) was not measured",
+        ]
+        stored = sizes.nbytes if not self.numerics.quantized_weights else sizes.stored
+        return self._expert_facts(sizes, "a CPU", memory, stored, settings, notes)
+
+    def _expert_facts(
+        self,
+        sizes: ExpertSizes,
+        device: str,
+        memory: int,
+        nbytes: int,
+        settings: list[dict[str, Any]],
+        notes: list[str],
+    ) -> dict[str, Any]:
+        return {
+            "device": device, "device_memory": memory, "host_memory": self.host_memory, "layers": sizes.layers,
+            "experts": sizes.experts, "topk": sizes.topk, "expert_bytes": nbytes, "total": sizes.total,
+            "settings": settings, "notes": notes,
+        }  # fmt: skip
 
     def plan(self, max_model_len: int, max_num_seqs: int, kv_cache_bytes: int | None = None) -> Plan:
         """Bytes of the caches and of the workspace of a runner with these limits."""

@@ -57,10 +57,12 @@ class FloorWork:
 
     Attributes:
         bytes: by kind (``weights``, ``index keys``, ``selected entries``, ``output``, ...).
+        bus: the part of these bytes that comes from host memory.
     """
 
     bytes: dict[str, int]
     products: tuple[Product, ...] = ()
+    bus: int = 0
 
     def __add__(self, other: FloorWork) -> FloorWork:
         """The work of both, one after the other."""
@@ -68,7 +70,7 @@ class FloorWork:
         for product in (*self.products, *other.products):
             flops[product.name, product.unit] += product.flops
         merged = tuple(Product(name, unit, count) for (name, unit), count in flops.items())
-        return FloorWork(dict(Counter(self.bytes) + Counter(other.bytes)), merged)
+        return FloorWork(dict(Counter(self.bytes) + Counter(other.bytes)), merged, self.bus + other.bus)
 
     @property
     def total_bytes(self) -> int:
@@ -79,28 +81,36 @@ class FloorWork:
         return sum(product.flops for product in self.products)
 
     def floor(self, rates: Mapping[str, float]) -> Floor:
-        """The least time of this work at ``rates``: ``copy`` in bytes/s, ``bf16`` and ``fp8`` in FLOP/s.
+        """The least time of this work at ``rates``: ``copy`` and ``bus`` in bytes/s, ``bf16`` and ``fp8`` in FLOP/s.
 
-        A machine without an FP8 rate computes FP8 products at its bf16 rate.
+        A machine without an FP8 rate computes FP8 products at its bf16 rate. Bytes of host memory need a ``bus``.
         """
         seconds = sum(product.flops / rates.get(product.unit, rates["bf16"]) for product in self.products)
-        return Floor(self.total_bytes / rates["copy"] * 1e6, seconds * 1e6)
+        bus_us = self.bus / rates["bus"] * 1e6 if self.bus else 0.0
+        return Floor(self.total_bytes / rates["copy"] * 1e6, seconds * 1e6, bus_us)
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Microseconds that the bytes and the products of some work take at peak rates, each alone."""
+    """Microseconds that the bytes and the products of some work take at peak rates, each alone.
+
+    Attributes:
+        bus_us: of the bytes that come from host memory.
+    """
 
     bytes_us: float
     flops_us: float
+    bus_us: float = 0.0
 
     @property
     def microseconds(self) -> float:
-        return max(self.bytes_us, self.flops_us)
+        return max(self.bytes_us, self.flops_us, self.bus_us)
 
     @property
     def bound(self) -> str:
-        """``bytes`` or ``flops``, whichever takes longer."""
+        """``bus``, ``bytes`` or ``flops``, whichever takes longest."""
+        if self.bus_us > max(self.bytes_us, self.flops_us):
+            return "bus"
         return "bytes" if self.bytes_us >= self.flops_us else "flops"
 
 
@@ -202,8 +212,12 @@ class ModelWork:
         """Whether weights are read as the checkpoint stores them."""
         return self.numerics.quantized_weights and self.config.quantization_config is not None
 
-    def experts(self, spec: AnySpec, rows: int) -> FloorWork:
+    def experts(self, spec: AnySpec, rows: int, hit_rate: float = 1.0) -> FloorWork:
         """Work of the experts of one layer, the shared one included, or of its dense MLP.
+
+        Args:
+            hit_rate: part of the routed experts that are needed whose weights are on the device; others come over the
+                bus.
 
         Notes:
             Each token is taken to choose its experts evenly and independently of the others: the weights of as many
@@ -221,7 +235,8 @@ class ModelWork:
                 one = sum(map(prod, shapes)) * self.dtype.itemsize
             unit = "fp8" if self.quantized and self.numerics.fp8_activations else "bf16"
             flops = 2 * rows * config.num_experts_per_tok * sum(map(prod, shapes))
-            work += FloorWork({"routed weights": round(chosen * one)}, (Product("routed experts", unit, flops),))
+            routed, bus = round(chosen * one), round((1 - hit_rate) * chosen * one)
+            work += FloorWork({"routed weights": routed}, (Product("routed experts", unit, flops),), bus)
         return work + self._activations(rows, inputs=1, outputs=1)
 
     def routing(self, spec: AnySpec, rows: int) -> FloorWork:

@@ -46,7 +46,7 @@ class Machine:
         gpu: the one that kernels are chosen for; memory: its bytes.
         context, modules, nccl_memory: bytes of it that CUDA's context, loaded kernels and, with several ranks, NCCL
             with torch's symmetric memory take.
-        rates: peak rates, as `FloorWork.floor` takes them.
+        rates: peak rates, as `FloorWork.floor` takes them; ``bus``: bytes/s from pinned host memory to a GPU.
         decode, prefill: costs of attention, by kind of V4's layers; see `attention`.
         few, many: costs of the other stages, up to `FEW_ROWS` tokens and beyond.
         step_us: once per step: embedding, metadata, greedy tokens.
@@ -77,6 +77,9 @@ class Machine:
         return (self.decode if decode else self.prefill)[kind]
 
 
+PCIE_5 = 55e9
+"""Bytes/s of copies over PCI Express 5.0 x16 (64e9 by its signals); not measured."""
+
 H200 = Machine(
     name="h200",
     gpu=GPU((9, 0), 132),
@@ -84,7 +87,7 @@ H200 = Machine(
     context=552_000_000,
     modules=250_000_000,
     nccl_memory=1_400_000_000,
-    rates={"copy": 4.264e12, "bf16": 797e12, "fp8": 1465e12},
+    rates={"copy": 4.264e12, "bf16": 797e12, "fp8": 1465e12, "bus": PCIE_5},
     decode={
         "SWA": StageCost(25.2, 1.04, 0.89),
         "C128A": StageCost(25.2, 1.04, 0.89),
@@ -120,6 +123,7 @@ H200 = Machine(
         "(docs/data/h200_model.json); experts of up to 256 tokens: docs/data/h200_experts.json",
         "CUDA's context and kernels: read off one H200 with 186 kernels; NCCL: what two H200s took beyond",
         "small messages and NCCL on two H200s: docs/data/h200_ranks.json",
+        "copies from host memory: PCI Express 5.0 x16, not measured",
         "more GPUs of a host, and hosts (400 Gb/s per GPU): not measured; latencies as in NCCL's src/graph/tuning.cc",
     ),
 )
@@ -127,7 +131,7 @@ H100 = replace(
     H200,
     name="h100",
     memory=85_017_493_504,
-    rates={"copy": 3.02e12, "bf16": 783e12, "fp8": 1419e12},
+    rates={"copy": 3.02e12, "bf16": 783e12, "fp8": 1419e12, "bus": PCIE_5},
     many={**H200.many, NORMS: StageCost(8.0, 1.63, 0.0), ROUTING: StageCost(4.0, 0.0, 2.4)},
     sources=(
         "memory, rates, hyper-connections and norms, and routing of many tokens: one H100 with 80 GB (SXM)",
@@ -135,7 +139,25 @@ H100 = replace(
         "tokens are predicted within 17 % (docs/data/h100_model.json)",
         "FP4 index keys: ratios of FP8 ones, which predict more saved in decode than was measured, and nothing of what "
         "they cost in prefill (docs/data/h100_beside_vllm.json)",
-        "context, kernels and exchanges: as of H200s, not measured",
+        "context, kernels and exchanges: as of H200s, not measured; copies from host memory: PCI Express 5.0 x16, not "
+        "measured",
     ),
 )
+
+
+@dataclass(frozen=True)
+class Processor:
+    """One thread of a CPU, in values per second.
+
+    Attributes:
+        dequantized: FP4 and FP8 weights to float32; multiplied: float32 weights with one row.
+    """
+
+    dequantized: float
+    multiplied: float
+
+
+CPU = Processor(dequantized=420e6, multiplied=5.0e9)
+"""A virtual core of 2.4 GHz: FP4 weights of 2048 x 4096 take 19 ms, FP8 ones 20 ms, their product 1.6 ms."""
+
 MACHINES = {machine.name: machine for machine in (H200, H100)}

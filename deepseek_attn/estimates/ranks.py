@@ -176,6 +176,11 @@ class RankModel:
         ]
         return FloorWork(sizes, tuple(products))
 
+    def chosen_experts(self, rows: int) -> float:
+        """Different experts of a layer that ``rows`` tokens choose on the rank that has most of them."""
+        experts, topk = self.config.n_routed_experts, self.config.num_experts_per_tok
+        return expected_experts(experts, topk, rows) * busiest_share(experts, topk, rows, self.layout.ranks)
+
     def _collectives(self, shape: StepShape) -> Iterator[Collective]:
         layers, width = len(self.own.layers), shape.rows * self.config.hidden_size * self.dtype.itemsize
         if self.layout.dp_attention:

@@ -1,0 +1,150 @@
+"""Predictions of models whose routed experts are not all on the device: what fits, and how long steps wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from deepseek_attn.checkpoint.names_v32 import canonical_names
+from deepseek_attn.checkpoint.published import published_tensors
+from deepseek_attn.checkpoint.recipes import ROWS, Recipe
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.estimates.floors import expected_experts, stored_bytes
+from deepseek_attn.estimates.machines import CPU
+from deepseek_attn.estimates.ranks import RankModel
+from deepseek_attn.models.host_experts import ExpertFormat
+from deepseek_attn.utils.sizes import largest
+
+HIT_RATES = (0.3, 0.6, 0.9)
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """The routed experts of a model.
+
+    Attributes:
+        layers: with experts, those of drafters included; backbone: without those.
+        experts: of each layer, on one rank; topk: of a token, on all ranks.
+        values: of one expert; nbytes: of one expert on the device; stored: in the checkpoint.
+    """
+
+    layers: int
+    backbone: int
+    experts: int
+    topk: int
+    values: int
+    nbytes: int
+    stored: int
+
+    @classmethod
+    def of(cls, config: AnyConfig, numerics: Numerics, dtype: torch.dtype, ranks: int = 1) -> ExpertSizes | None:
+        """The sizes of a config whose checkpoint is published; None for a model without experts."""
+        first = [(name, recipe) for name, recipe in _tensors(config) if ".experts.0." in name]
+        if not first:
+            return None
+        layers = {name.partition(".ffn.")[0] for name, _ in first}
+        shapes = [recipe.shape for name, recipe in first if name.startswith(min(layers))]
+        quantized = config.quantization_config is not None
+        form = (getattr(config, "expert_dtype", None) or "fp8") if quantized else "bf16"
+        values = sum(map(prod, shapes))
+        stored = sum(stored_bytes(shape, form, config.FP8_GROUP) for shape in shapes) if quantized else 2 * values
+        kept = quantized and numerics.quantized_weights
+        exponents = sum(shape[0] for shape in shapes) * (kept and form == "fp4" and numerics.fp8_activations)
+        nbytes = stored + exponents if kept else values * dtype.itemsize
+        backbone = sum(name.startswith("layers.") for name in layers)
+        experts = -(-config.n_routed_experts // ranks)
+        return cls(len(layers), backbone, experts, config.num_experts_per_tok, values, nbytes, stored)
+
+    def on_gpu(self, budget: int) -> tuple[int, int]:
+        """Experts that each layer keeps on a GPU within ``budget`` bytes, and the bytes of all rows; (0, 0) for none."""
+        form = ExpertFormat(self.experts, self.nbytes, self.layers)
+        cached = largest(lambda count: form.held(max(count, 1)) <= budget, 0, self.experts)
+        return (cached, form.held(cached)) if cached else (0, 0)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all experts of one rank on the device."""
+        return self.layers * self.experts * self.nbytes
+
+
+def _tensors(config: AnyConfig) -> Iterator[tuple[str, Recipe]]:
+    rename = canonical_names(config)
+    return ((rename(name), recipe) for name, recipe in published_tensors(config))
+
+
+@dataclass(frozen=True)
+class ExpertSteps:
+    """Steps of a batch at one hit rate.
+
+    Attributes:
+        moved: bytes that a device takes over its bus in a step, or that are read from disk.
+    """
+
+    requests: int
+    hit_rate: float
+    moved: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.requests / self.seconds
+
+
+def gpu_steps(
+    model: RankModel, sizes: ExpertSizes, batches: Iterable[int], context: int, rate: float
+) -> Iterator[ExpertSteps]:
+    """Decode steps on GPUs that lack experts: those of all experts resident, and copies at ``rate`` bytes/s.
+
+    Copies follow from the routing of a layer and precede its products, so nothing overlaps.
+    """
+    for batch in batches:
+        resident = model.step(batch, 1, context)
+        total = resident.shape.rows * (model.layout.ranks if model.layout.dp_attention else 1)
+        for hit_rate in HIT_RATES:
+            moved = round((1 - hit_rate) * sizes.backbone * model.chosen_experts(total) * sizes.nbytes)
+            yield ExpertSteps(total, hit_rate, moved, resident.microseconds / 1e6 + moved / rate)
+
+
+@dataclass(frozen=True)
+class OtherWeights:
+    """Everything but routed experts, on a CPU.
+
+    Attributes:
+        nbytes: in memory; quantized: values that are dequantised in each step; multiplied: values of all matrices.
+    """
+
+    nbytes: int
+    quantized: int
+    multiplied: int
+
+    @classmethod
+    def of(cls, config: AnyConfig, numerics: Numerics, dtype: torch.dtype) -> OtherWeights:
+        nbytes = quantized = multiplied = 0
+        for name, recipe in _tensors(config):
+            if ".ffn.experts." in name or recipe.kind == ROWS:  # tables stay in the checkpoint
+                continue
+            count, matrix = prod(recipe.shape), recipe.kind in ("quantized", "linear")
+            multiplied += count * (matrix and not name.startswith("mtp."))
+            if recipe.kind == "quantized" and config.quantization_config is not None and numerics.quantized_weights:
+                quantized += count * (not name.startswith("mtp."))
+                nbytes += stored_bytes(recipe.shape, "fp8", config.FP8_GROUP)
+            else:
+                nbytes += count * (dtype.itemsize if matrix or recipe.kind == "embed" else 4)
+        return cls(nbytes, quantized, multiplied)
+
+
+def cpu_steps(
+    config: AnyConfig, sizes: ExpertSizes, others: OtherWeights, batches: Iterable[int], rate: float
+) -> Iterator[ExpertSteps]:
+    """Decode steps on one thread of a CPU; reads at ``rate`` bytes/s overlap with the products of experts."""
+    fixed = others.quantized / CPU.dequantized + others.multiplied / CPU.multiplied
+    one = 1 / CPU.multiplied + (1 / CPU.dequantized if config.quantization_config is not None else 0)
+    for batch in batches:
+        needed = sizes.backbone * expected_experts(config.n_routed_experts, sizes.topk, batch)
+        for hit_rate in HIT_RATES:
+            moved = round((1 - hit_rate) * needed * sizes.stored)
+            yield ExpertSteps(batch, hit_rate, moved, fixed + max(needed * sizes.values * one, moved / rate))
