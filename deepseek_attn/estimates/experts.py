@@ -60,7 +60,7 @@ class ExpertSizes:
         return cls(len(layers), backbone, experts, config.num_experts_per_tok, values, nbytes, stored)
 
     def on_gpu(self, budget: int) -> tuple[int, int]:
-        """Experts that each layer keeps on a GPU within ``budget`` bytes, and the bytes of all rows; (0, 0) for none."""
+        """Experts that each layer keeps on a GPU within ``budget`` bytes, and bytes of all rows; (0, 0) for none."""
         form = ExpertFormat(self.experts, self.nbytes, self.layers)
         cached = largest(lambda count: form.held(max(count, 1)) <= budget, 0, self.experts)
         return (cached, form.held(cached)) if cached else (0, 0)

@@ -1,0 +1,157 @@
+"""Predictions of models whose routed experts are not all on the device, counted by hand."""
+
+import json
+
+import pytest
+import torch
+
+from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.cli import main
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.estimates.experts import ExpertSizes, OtherWeights, cpu_steps, gpu_steps
+from deepseek_attn.estimates.floors import Floor, FloorWork, ModelWork
+from deepseek_attn.estimates.machines import H100
+from deepseek_attn.estimates.ranks import RankLayout, RankModel
+from tests.support.small_models import small_config, small_runner
+
+FLASH = ModelConfig.from_preset("v4_flash")
+ONE = 3 * 2048 * 4096  # values of an expert of V4-Flash
+FP4 = ONE // 2 + ONE // 32
+
+
+def test_sizes_of_published_experts():
+    serving = ExpertSizes.of(FLASH, numerics_for(FLASH, "serving"), torch.bfloat16)
+    rows = 2048 + 2048 + 4096  # each with an exponent
+    assert serving == ExpertSizes(44, 43, 256, 6, ONE, FP4 + rows, FP4)
+    exact = ExpertSizes.of(FLASH, numerics_for(FLASH, "exact"), torch.float32, ranks=2)
+    assert (exact.experts, exact.nbytes, exact.stored) == (128, 4 * ONE, FP4)
+    v32 = ModelConfig.from_preset("v32")
+    assert ExpertSizes.of(v32, numerics_for(v32, "serving"), torch.bfloat16).layers == 61 - 3 + 1  # dense ones, MTP
+
+
+@pytest.mark.parametrize("numerics", ["exact", "official"])
+def test_weights_beside_the_experts_are_those_of_a_runner(numerics):
+    config = small_config([0, 4], n_routed_experts=8)
+    chosen = numerics_for(config, numerics)
+    runner = small_runner(config, RandomSource(config, 0), numerics=numerics, expert_memory="disk")
+    held = sum(p.nbytes for p in runner.model.parameters())
+    assert OtherWeights.of(config, chosen, torch.float32).nbytes == pytest.approx(held, rel=0.02)
+    one = ExpertSizes.of(config, chosen, torch.float32)
+    files = runner.expert_files
+    assert files.nbytes // files.slots == pytest.approx(one.stored * one.layers, rel=0.02)
+
+
+def test_floors_know_the_bus():
+    work = ModelWork(FLASH, numerics_for(FLASH, "serving"), torch.bfloat16)
+    layer = FLASH.layers[5]
+    assert work.experts(layer, 1).bus == 0
+    missed = work.experts(layer, 1, hit_rate=0.75)
+    assert missed.bus == pytest.approx(0.25 * 6 * FP4)
+    assert (missed + missed).bus == 2 * missed.bus
+    floor = missed.floor(H100.rates)
+    assert floor.bus_us == pytest.approx(missed.bus / 55e9 * 1e6)
+    assert (floor.bound, floor.microseconds) == ("bus", floor.bus_us)
+    assert FloorWork({"weights": 4}).floor({"copy": 2.0, "bf16": 1.0}) == Floor(2e6, 0.0)
+
+
+def test_steps_on_a_gpu():
+    numerics = numerics_for(FLASH, "serving")
+    sizes = ExpertSizes.of(FLASH, numerics, torch.bfloat16)
+    model = RankModel(FLASH, numerics, torch.bfloat16, RankLayout(1), H100)
+    steps = list(gpu_steps(model, sizes, [1], 8192, 55e9))
+    assert [step.hit_rate for step in steps] == [0.3, 0.6, 0.9]
+    resident = model.step(1, 1, 8192).microseconds / 1e6
+    for step in steps:
+        missing = (1 - step.hit_rate) * 43 * 6 * sizes.nbytes
+        assert step.moved == pytest.approx(missing)
+        assert step.tokens_per_second == pytest.approx(1 / (resident + missing / 55e9))
+
+
+def test_steps_on_a_cpu_wait_for_the_disk_only_if_it_is_slower():
+    numerics = numerics_for(FLASH, "official")
+    sizes, others = ExpertSizes.of(FLASH, numerics, torch.float32), OtherWeights.of(FLASH, numerics, torch.float32)
+    fast = [step.seconds for step in cpu_steps(FLASH, sizes, others, [1], 1e12)]
+    assert fast[0] == fast[2] == pytest.approx(32, abs=2)
+    slow = list(cpu_steps(FLASH, sizes, others, [1], 1e7))
+    assert slow[0].seconds - slow[2].seconds == pytest.approx(0.6 * 43 * 6 * FP4 / 1e7)
+
+
+def plan(capsys, *flags) -> dict:
+    assert main(["plan", *flags, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["experts"]
+
+
+def test_plan_of_a_cpu(capsys):
+    """V4-Flash on a machine of 24 GB: only from disk, with a cache in half of what is free."""
+    flags = ["--model", "v4_flash", "--device", "cpu", "--numerics", "official", "--max-num-seqs", "1", "--batch", "1"]
+    limits = ["--max-model-len", "4096", "--host-memory", "24GB"]
+    facts = plan(capsys, *flags, *limits)
+    resident, disk = facts["settings"]
+    assert (resident["memory"], resident["fits"], disk["memory"], disk["fits"]) == ("gpu", False, "disk", True)
+    assert resident["host_bytes"] > 160e9
+    free = 24e9 - (disk["host_bytes"] - disk["cached"] * 44 * FP4)
+    assert disk["cached"] == int(free / 2 // (44 * FP4))
+    assert disk["hit_rate"] == disk["cached"] / 256
+    assert [step["hit_rate"] for step in disk["steps"]] == [0.3, 0.6, 0.9]
+    given = ["--expert-memory", "disk", "--expert-cache-bytes", "2GB"]
+    assert plan(capsys, *flags, *limits, *given)["settings"][1]["cached"] == 3
+    small = plan(capsys, *flags, "--max-model-len", "4096", "--host-memory", "8GB")["settings"][1]
+    assert (small["fits"], small["problem"]) == (False, "too little memory")
+    assert main(["plan", *flags, *limits]) == 0
+    text = capsys.readouterr().out
+    assert "decode with --expert-memory disk at 3 GB/s read from disk:" in text
+    assert "--expert-memory host" not in text
+
+
+def test_plan_of_a_gpu(capsys):
+    """The rows of the GPU, all experts in host memory, and a host that is too small."""
+    pytest.importorskip("triton")
+    flags = ["--model", "v4_flash", "--gpu", "h100", "--max-num-seqs", "4", "--max-model-len", "4096", "--batch", "1,4"]
+    facts = plan(capsys, *flags, "--host-memory", "256GB")
+    gpu, host, disk = facts["settings"]
+    assert (gpu["fits"], host["fits"], disk["fits"]) == (False, True, True)
+    assert host["host_bytes"] == facts["total"] == 44 * 256 * facts["expert_bytes"]
+    rest = gpu["device_bytes"] - facts["total"]
+    held = facts["expert_bytes"] * (44 * host["cached"] + 2 * (256 - host["cached"]))
+    assert host["device_bytes"] == rest + held <= facts["device_memory"] < rest + held + 42 * facts["expert_bytes"]
+    assert host["steps"][0]["tokens_per_second"] > 5 * disk["steps"][0]["tokens_per_second"]
+    host = plan(capsys, *flags, "--host-memory", "64GB")["settings"][1]
+    assert (host["fits"], host["problem"]) == (False, "too little memory of the host")
+
+
+def test_the_chosen_memory_is_part_of_a_gpu(capsys):
+    pytest.importorskip("triton")
+    flags = [
+        "--model",
+        "tiny_gpu",
+        "--gpu",
+        "h100",
+        "--max-num-seqs",
+        "2",
+        "--max-model-len",
+        "512",
+        "--host-memory",
+        "1GB",
+    ]
+    found = {}
+    for memory in ("gpu", "host"):
+        assert main(["plan", *flags, "--expert-memory", memory, "--json"]) == 0
+        found[memory] = json.loads(capsys.readouterr().out)
+        parts = found[memory]["gpu"]["parts"]
+        assert sum(parts.values()) == found[memory]["gpu"]["total"]
+        assert parts["experts"] > 0
+    assert found["gpu"]["gpu"]["parts"]["experts"] == found["gpu"]["experts"]["total"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gpu", "h100", "--device", "cpu"], "--gpu and --device cpu: choose one"),
+        (["--ranks", "2", "--device", "cpu"], "--ranks: say of which GPUs"),
+        (["--expert-cache-bytes", "1GB"], "with expert_memory='gpu' all experts are on the device"),
+    ],
+)
+def test_wrong_flags(flags, message, capsys):
+    assert main(["plan", "--model", "tiny", *flags]) == 2
+    assert message in capsys.readouterr().err
