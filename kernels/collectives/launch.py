@@ -59,14 +59,12 @@ def _exchange(
     block = plan.config.size
     if not words:
         return
+    sent, received = x.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
     exchange_kernel[(cdiv(words, block),)](
-        ExchangeWords(
-            *(tensor.view(-1).view(torch.int32) for tensor in (x, out)), peers.addresses, peers.state, words,
-            peers.timeout_ms,
-        ),
+        ExchangeWords(sent, received, peers.addresses, peers.state, words, peers.timeout_ms),
         peers.rank,
         CONFIG=ExchangeConfig(peers.world, peers.capacity, scatter, block),
         DTYPE=None if gather else TRITON_DTYPES[x.dtype],
         enable_fp_fusion=True,
         **plan.options,
-    )  # fmt: skip
+    )

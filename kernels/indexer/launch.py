@@ -205,7 +205,7 @@ def topk_indices(
     out = _checked_topk(scores, lens, k, out, keys, out_slots)
     if not out.numel():
         return out
-    plan = plan_topk(TopkProblem(*scores.shape, k), gpu(scores.device))
+    plan = plan_topk(TopkProblem(len(scores), scores.shape[1], k), gpu(scores.device))
     (T, W), device, config = scores.shape, scores.device, plan.config
     # the kernel takes pointers even if PAGE disables their use
     table, requests, slots, page_entries = out, lens, out, 0

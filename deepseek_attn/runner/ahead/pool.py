@@ -64,16 +64,17 @@ def compile_variants(
     def advance(timeout: float | None) -> None:
         """Takes in what has ended or was requested, for which it waits; then all workers are busy, or none waits."""
         nonlocal requests, waiting, listed
-        for ready in wait([*running] if requests is None else [*running, requests], timeout):
-            if ready in running:
-                finish(ready)
-            elif requests is not None:
-                try:
-                    variants = kernels_of(requests.recv())
-                except EOFError:  # the runner is gone
-                    requests = None
-                    continue
-                waiting, listed = fresh(variants) | waiting, listed + 1  # in the order of the first
+        ready = wait([*running] if requests is None else [*running, requests], timeout)
+        for receive in [one for one in running if one in ready]:
+            finish(receive)
+        if requests is not None and requests in ready:
+            try:
+                step = requests.recv()
+            except EOFError:  # the runner is gone
+                requests = None
+            else:
+                variants, listed = kernels_of(step), listed + 1
+                waiting = fresh(variants) | waiting  # in the order of the first
                 tell(found=[variant.key for variant in variants], listed=listed)
         while waiting and len(running) < workers:
             start(waiting.pop(next(iter(waiting))))
