@@ -15,7 +15,7 @@ from deepseek_attn.impls.metadata import StepMetadata, TrailingStep
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indexer import IndexQueries
 from deepseek_attn.kernels.insert import LatentAndKey, RawQueries, insert_tokens
-from deepseek_attn.layers.linear import multi_linear
+from deepseek_attn.layers.linear import empty_quantized, multi_linear
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.utils.torch_state import in_own_torch_state
 from deepseek_attn.utils.tracing import stage, traced
@@ -100,15 +100,18 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
         self.step = step
         with stage("project"):
             inputs = self.project(x)
-        qr, kv = self.insert(inputs, step.positions, step, None)
+        qr_fp8 = empty_quantized(inputs.qr, query_linears(self.wq_b, self.indexer, step))
+        qr, kv = self.insert(inputs, step.positions, step, qr_fp8)
         if trailing.step is None:
             return None
         self.step = step = trailing.begin(step.results)
+        if qr_fp8 is not None and trailing.rows is not None:
+            qr_fp8 = qr_fp8.take(trailing.rows)
         qr, kv, positions, weights = trailing.take(qr), trailing.take(kv), step.positions, inputs.index_weights
         inputs = V41Projections(qr, kv, [], None if weights is None else trailing.take(weights))
         linears = query_linears(self.wq_b, self.indexer, step)
         with stage("project"):
-            queries = self.queries(QueryProjections(*multi_linear(qr, linears)), inputs, positions)
+            queries = self.queries(QueryProjections(*multi_linear(qr, linears, qr_fp8)), inputs, positions)
         return self.attend(queries, kv, positions, step)
 
     def check_sources(self, step: StepMetadata) -> None:

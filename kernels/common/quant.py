@@ -67,6 +67,14 @@ class QuantizedRows(NamedTuple):
     scale: Tensor
     pow2_scales: bool = True
 
+    def take(self, rows: Tensor) -> QuantizedRows:
+        """A copy of some rows, int64 ``[n]``, of values ``[M, K]``."""
+        values, scale = self.values.view(torch.uint8).index_select(0, rows), self.scale.index_select(0, rows)
+        taken = empty_quantized_rows(len(rows), self.values.shape[1], rows.device, self.pow2_scales)
+        taken.values.view(torch.uint8).copy_(values)
+        taken.scale.copy_(scale)
+        return taken
+
 
 def empty_quantized_rows(
     M: int, channels: int, device: torch.device, pow2_scales: bool = True, groups: int | None = None
