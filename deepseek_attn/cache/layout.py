@@ -27,6 +27,7 @@ import torch
 from deepseek_attn.cache.records import Record, make_index_record
 from deepseek_attn.cache.records_v32 import LATENT_GROUP, make_v32_record
 from deepseek_attn.cache.records_v41 import FP8_GROUP, make_v41_records
+from deepseek_attn.config.defaults import DEFAULT_MAX_ROLLBACK
 from deepseek_attn.config.model import AnyConfig, AnySpec, LayerSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v4 import DeepseekV4Base
@@ -214,7 +215,7 @@ def make_layout(
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    max_rollback: int = 16,
+    max_rollback: int = DEFAULT_MAX_ROLLBACK,
     layers: tuple[AnySpec, ...] | None = None,
     max_snapshots: int = 0,
     kv_cache_bytes: int | None = None,

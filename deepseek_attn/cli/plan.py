@@ -119,6 +119,8 @@ def table(facts: dict) -> str:
         lines.append(f"{'tokens that the caches hold, over all sequences':<62}{facts['capacity']:>18,}")
     if "gpu" in facts:
         lines += gpu_table(facts["gpu"])
+    if "prompt" in facts:
+        lines += prompt_table(facts["prompt"])
     if "memory" in facts:
         lines += [
             "",
@@ -193,6 +195,18 @@ def expert_table(facts: dict) -> list[str]:
                 for step in row["steps"]
             ]
     return [*lines, "", *facts["notes"]]
+
+
+def prompt_table(facts: dict) -> list[str]:
+    """Lines about the rows of a prompt that layers compute."""
+    lines = ["", f"a prompt of {facts['tokens']:,} tokens, for results at its end (docs/v41.md):"]
+    lines.append(f"  {'layers':<10}{'rows':>10}{'TFLOP':>10}{'of all rows':>14}{'bytes':>12}")
+    for group in facts["groups"]:
+        lines.append(
+            f"  {group['first']:>3} - {group['last']:<4}{group['rows']:>10,}{group['flops'] / 1e12:>10.1f}"
+            f"{group['flops'] / group['all_flops']:>14.0%}{show_bytes(group['bytes']):>12}"
+        )
+    return lines
 
 
 def rank_table(facts: dict) -> list[str]:

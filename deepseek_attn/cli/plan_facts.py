@@ -14,12 +14,13 @@ import torch
 
 from deepseek_attn.cli.options import attention_options
 from deepseek_attn.cli.warmup import check_drafts, read_headers
-from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
+from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROLLBACK
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.config.options import DTYPES, check_sizes, pick_device, pick_dtype
 from deepseek_attn.estimates.experts import ExpertSizes, OtherWeights, cpu_steps, gpu_steps
 from deepseek_attn.estimates.machines import H200, MACHINES, Machine
+from deepseek_attn.estimates.prompts import LayerGroup, prompt_groups
 from deepseek_attn.estimates.ranks import RankLayout, RankModel
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.dispatch import problem_on
@@ -89,6 +90,8 @@ class PlanFacts:
         memory_of = self.runner_memory() if self.on_gpu and not self.gpu_problem else None
         if memory_of is not None:
             facts["gpu"] = self.gpu_facts(memory_of(plan))
+        if groups := self.prompt_groups():
+            facts["prompt"] = {"tokens": args.prefill or self.length, "groups": [vars(group) for group in groups]}
         if args.memory is not None:
             facts |= self.what_fits(memory_of)
         if args.gpu is not None:
@@ -199,6 +202,13 @@ class PlanFacts:
             self.config, self.numerics, self.dtype, *limits, max_snapshots=args.max_snapshots,
             kv_cache_bytes=kv_cache_bytes, attention=attention_options(args),
         )  # fmt: skip
+
+    def prompt_groups(self) -> list[LayerGroup]:
+        """Of V4.1, rows and work of a prompt by groups of layers."""
+        if self.dp_attention:
+            return []
+        tokens = self.args.prefill or self.length
+        return prompt_groups(self.config, self.numerics, self.dtype, tokens, DEFAULT_MAX_ROLLBACK)
 
     def what_fits(self, memory_of: Callable[[Plan], RunnerMemory] | None) -> dict[str, int]:
         """Sequences, and tokens of each, that fit in ``--memory``: of all a GPU holds, or of caches and workspace."""

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 import torch
@@ -23,6 +23,7 @@ from deepseek_attn.checkpoint.published import published_tensors
 from deepseek_attn.checkpoint.recipes import ROWS, Recipe
 from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.trailing import layer_reach
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
 from deepseek_attn.kernels.engram.types import SCALE_GROUP
@@ -34,6 +35,7 @@ ENGRAM = "n-gram memory"
 STAGES = (ATTENTION, EXPERTS, NORMS, ROUTING, HEAD, ENGRAM)
 """The stages of a model step."""
 ROUTED, HEAD_TENSORS = ("experts.", "gate."), ("norm.", "head.", "hc_head_")
+ENTRIES = ("compressor.", "indexer.wk.", "indexer.k_norm.")  # weights that entries and index keys are made with
 SELECTION = ("indexer.wq_b.", "indexer.weights_proj.")  # weights that are read only where queries have to select
 
 
@@ -138,11 +140,13 @@ class ModelWork:
 
     Attributes:
         dtype: of hidden states, and of weights that are not quantised.
+        layers: the backbone layers that there are; None: all of the config's.
     """
 
     config: AnyConfig
     numerics: Numerics
     dtype: torch.dtype
+    layers: tuple[AnySpec, ...] | None = None
 
     def attention(self, spec: AnySpec, layout: CacheLayout, shape: StepShape) -> FloorWork:
         """Work of one attention layer, from normed hidden states to the output projection.
@@ -167,6 +171,47 @@ class ModelWork:
         work += self._shared_choices(spec, layout, shape)
         work += self._activations(shape.rows, inputs=1, outputs=1)
         return work + FloorWork({}, selection.products(self.config, self.numerics))
+
+    def shape_of(self, spec: AnySpec, shape: StepShape, before: bool = False) -> StepShape:
+        """The rows of a step that a layer computes, if results are those of each request's last row.
+
+        All of them but in V4.1's upper layers (`config.trailing`). ``before``: the rows that it has as its input.
+        """
+        rows = None if spec.is_mtp else self._rows.get(spec.index if before else spec.index + 1)
+        return shape if rows is None or rows >= shape.tokens else StepShape(shape.batch, rows, shape.context)
+
+    def attention_to_end(self, spec: AnySpec, layout: CacheLayout, shape: StepShape) -> FloorWork:
+        """`attention` of these rows; a layer that makes entries makes them of all rows."""
+        own = self.shape_of(spec, shape)
+        work = self.attention(spec, layout, own)
+        if own is shape or spec.name != spec.entry_owner:
+            return work
+        others = StepShape(shape.batch, shape.tokens - own.tokens, shape.context - own.tokens)
+        tensors = attention_tensors(self.config, spec.name)
+        made = self.weights(tuple(t for t in tensors if t[0].startswith(ENTRIES)), others.rows)
+        entries = sum(
+            pool_bytes(pool, layout, _NOTHING_SELECTED, others, owned=True)["new entries"]
+            for pool in layout.pools
+            if pool.layer == spec.name and pool.kind in ("compressed", "index")
+        )
+        work += FloorWork({"new entries": entries}, made.products)
+        return work + self._activations(others.rows, inputs=1)
+
+    @cached_property
+    def _rows(self) -> dict[int, int]:
+        """By V4.1's layer, rows of its input that the last row of a request needs, where these are not all.
+
+        For the number after a layer: rows of its output.
+        """
+        config = self.config
+        if not isinstance(config, DeepseekV41Config):
+            return {}
+        layers = config.layers if self.layers is None else self.layers
+        reach, found = layer_reach(layers, config.sliding_window), dict[int, int]()
+        for spec, inputs, outputs in zip(layers, reach, (*reach[1:], 0), strict=True):
+            found |= {} if inputs is None else {spec.index: 1 + inputs}
+            found |= {} if outputs is None else {spec.index + 1: 1 + outputs}
+        return found
 
     def _shared_choices(self, spec: AnySpec, layout: CacheLayout, shape: StepShape) -> FloorWork:
         """Work of writing a selection and candidate blocks (int32) that other layers read too, or of reading them.
@@ -364,6 +409,9 @@ class _Selection:
             score = 2 * config.index_sizes.n_heads * config.index_sizes.head_dim
             products = (Product("index scores", unit, score * self.scored), *products)
         return products
+
+
+_NOTHING_SELECTED = _Selection(0, 0, 0, 0, 0)
 
 
 def max_scored(config: AnyConfig, spec: AnySpec) -> int:

@@ -121,18 +121,23 @@ class RankModel:
         return ModelWork(self.own, self.numerics, self.dtype)
 
     def step(self, batch: int, tokens: int, context: int) -> StepPrediction:
-        """A step of ``batch`` requests of all ranks, each with ``tokens`` new tokens and ``context`` after it."""
+        """A step of ``batch`` requests of all ranks, each with ``tokens`` new tokens and ``context`` after it.
+
+        Requests end there: V4.1's upper layers compute the rows that results of their last tokens need.
+        """
         shape, work = StepShape(self.layout.own(batch), tokens, context), self._own_work
-        caches, rows = self._caches(shape), shape.rows
-        expert_rows = rows * self.layout.ranks if self.layout.dp_attention else rows
+        caches = self._caches(shape)
         stages: dict[str, float] = defaultdict(float)
         for spec in self.own.layers:
-            attention = work.attention(spec, caches, shape)
+            every = self.layout.dp_attention
+            attention = work.attention(spec, caches, shape) if every else work.attention_to_end(spec, caches, shape)
+            rows = (shape if every else work.shape_of(spec, shape)).rows
+            expert_rows = rows * self.layout.ranks if every else rows
             stages[ATTENTION] += self.machine.attention(spec, tokens == 1).microseconds(attention, self.machine.rates)
             stages[EXPERTS] += self._time(EXPERTS, self._experts(spec, expert_rows, rows), expert_rows)
             stages[NORMS] += self._time(NORMS, work.norms(spec, rows), rows)
             stages[ROUTING] += self._time(ROUTING, work.routing(spec, expert_rows), expert_rows)
-            if (engram := work.engram(spec, rows)).bytes:  # as far from its floor as the head, a large linear too
+            if (engram := work.engram(spec, shape.rows)).bytes:  # as far from its floor as the head, a large linear too
                 stages[ENGRAM] += self._time(HEAD, engram, rows)
         stages[HEAD] += self._time(HEAD, work.head(shape.batch), shape.batch)
         stages[OTHER] += self.machine.step_us

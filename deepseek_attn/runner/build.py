@@ -23,7 +23,7 @@ from deepseek_attn.cache.prefix import PrefixCache
 from deepseek_attn.checkpoint.headers import check_headers
 from deepseek_attn.checkpoint.loader import LoadReport, load_model
 from deepseek_attn.checkpoint.source import CheckpointSource
-from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
+from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROLLBACK
 from deepseek_attn.config.generation import GenerationConfig
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics, numerics_for
@@ -246,7 +246,7 @@ def build_runner(
     max_model_len: int | None = None,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 2048,
-    max_rollback: int = 16,
+    max_rollback: int = DEFAULT_MAX_ROLLBACK,
     max_snapshots: int = 0,
     kv_cache_bytes: int | None = None,
     expert_memory: str = GPU,

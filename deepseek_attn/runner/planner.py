@@ -18,6 +18,7 @@ from deepseek_attn.cache.layout import (
     snapshot_window_pages,
     window_pages_per_sequence,
 )
+from deepseek_attn.config.defaults import DEFAULT_MAX_ROLLBACK
 from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.base import AttentionSpec
@@ -103,7 +104,7 @@ def make_plan(
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    max_rollback: int = 16,
+    max_rollback: int = DEFAULT_MAX_ROLLBACK,
     max_snapshots: int = 0,
     kv_cache_bytes: int | None = None,
     attention: AttentionOptions = DEFAULT_ATTENTION,

@@ -120,6 +120,13 @@ class TrailingRows:
         first = plan.first(reach)
         return first < plan.end and plan.window_start(reach) > max(0, first - self.window + 1)
 
+    def attach_ends(self, step: StepMetadata, batch: StepInput, caches: Sequence[SequenceCache]) -> list[int]:
+        """`attach` for a step after which the last row of each request needs a result."""
+        lengths = batch.query_lens.tolist()
+        pairs = zip(caches, lengths, strict=True)
+        plans = [self.plan(cache, n, cache.num_tokens + n, 1) for cache, n in pairs]
+        return self.attach(step, batch, plans) if self.needed(plans) else lengths
+
     def attach(self, step: StepMetadata, batch: StepInput, plans: Sequence[SequenceRows]) -> list[int]:
         """Adds to a step's metadata those of the rows that each part computes, where they differ from the part before.
 

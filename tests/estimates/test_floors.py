@@ -191,6 +191,32 @@ def test_keys_are_those_that_queries_see(model, tokens, context):
         assert found.get(("index scores", "fp8"), 0) == scores
 
 
+def test_upper_layers_of_a_prompt():
+    """Rows whose results the last token needs; layer 20 also makes entries of all rows."""
+    config, shape = CONFIGS["v41_flash"], StepShape(2, 8192, 8192)
+    numerics = numerics_for(config, "serving")
+    layout, counted = (
+        make_layout(config, numerics, torch.bfloat16, 8192, 2, 16384),
+        ModelWork(config, numerics, torch.bfloat16),
+    )
+    rows = [counted.shape_of(spec, shape).tokens for spec in config.layers]
+    assert rows == [8192] * 20 + [1 + 127 * above for above in range(19, -1, -1)]
+    assert counted.shape_of(config.layers[39], StepShape(2, 1, 8192)).tokens == 1
+    for layer in (19, 39):
+        spec = config.layers[layer]
+        own = counted.shape_of(spec, shape)
+        assert counted.attention_to_end(spec, layout, shape) == counted.attention(spec, layout, own)
+    source, others = config.layers[20], 2 * (8192 - 2414)
+    found, queries = (
+        counted.attention_to_end(source, layout, shape),
+        counted.attention(source, layout, StepShape(2, 2414, 8192)),
+    )
+    assert found.bytes["new entries"] - queries.bytes["new entries"] == others * (584 + 132)
+    assert found.bytes["input"] == 2 * 8192 * 5120 * 2
+    assert found.bytes["weights"] == queries.bytes["weights"]
+    assert found.total_flops - queries.total_flops == 2 * others * (512 * 5120 + 128 * 512)
+
+
 def test_exact_numerics_read_weights_as_they_are_kept():
     found = work("v32", 3, 1, 1, 8192, numerics="exact", dtype=torch.float32)
     matrices = V32_MATRICES + V32_INDEXER + 64 * 7168

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.cache.layout import WINDOW
 from deepseek_attn.cache.snapshots import SnapshotStore
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.impls.prefill import merged_indices, plan_prefill_chunks
 from deepseek_attn.runner.logprobs import ScoredRows
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.sequence import Sequence
@@ -75,8 +78,10 @@ def first_key(runner: ModelRunner, layer: str, cache) -> int:
 
 
 def strict(runner: ModelRunner) -> ModelRunner:
-    """The runner, which poisons what is missing before every step."""
+    """The runner, which poisons what is missing before every step; no row that a layer computes may read it."""
     step = runner.step
+    for layer in runner.model.layers.values():
+        layer.ffn.register_forward_pre_hook(assert_finite)
 
     def poisoned_step(*args):
         poison_missing(runner)
@@ -85,6 +90,10 @@ def strict(runner: ModelRunner) -> ModelRunner:
     runner.step = poisoned_step
     poison_caches(runner)
     return runner
+
+
+def assert_finite(module, args) -> None:
+    assert args[0].isfinite().all(), "a key that was not computed was read"
 
 
 def full(runner: ModelRunner) -> ModelRunner:
@@ -161,6 +170,40 @@ def test_bits_are_those_of_all_rows():
             sequence, logits = start(runner, model.tokens[:length], chunk)
             found.append(torch.cat([logits, *go_on(runner, sequence, model.tokens[length : length + 8])]))
         assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("ratio", [0, 1])
+@pytest.mark.parametrize("decodes", [0, 1, 2])
+def test_windows_begin_at_the_first_computed_key(ratio, decodes):
+    """Rows that read pages, and rows that read gathered keys, behind entries or without any."""
+    runner, window, topk = model_of("tiny").runner(), 8, 3
+    requests = [(30, 5, 22), (64, 20, 41), (50, 9, 0)]  # length, new tokens, first key in the window
+    lens, new, starts = (torch.tensor(part) for part in zip(*requests, strict=True))
+    pages = {group: torch.arange(1, 7).view(3, 2).int() for group in runner.layout.pages}
+    step = runner.builder.build(StepInput(new, lens, pages, num_decodes=decodes, window_starts=starts))
+    chosen = torch.arange(topk, dtype=torch.int32).repeat(len(step.positions), 1)
+    layer = SimpleNamespace(
+        compress_ratio=ratio, index_topk=topk if ratio else None, window_size=window, topk_indices_buffer=chosen
+    )
+    [chunk] = plan_prefill_chunks(step.prefill_seq_lens_cpu, step.prefill_gather_lens_cpu, ratio, 10**6)
+    rows, counts = merged_indices(layer, step, chunk, slice(0, step.num_prefill_tokens))
+    place = 0
+    for request, (length, n, first) in enumerate(requests):
+        for position in range(length - n, length):
+            if request < decodes:
+                slots, count = step.window.decode_swa_indices[place, 0], step.window.decode_swa_lens[place]
+                read = {int(slot) - int(pages[WINDOW][request, 0]) * 64 for slot in slots[:count] if slot >= 0}
+            else:
+                base, row = (request - decodes) * chunk.rows_per_request, place - step.num_decode_tokens
+                read = {int(index) - base for index in rows[row][: counts[row]] if index >= 0}
+                if ratio:
+                    assert set(range(topk)) <= read
+                    read -= set(range(topk))
+                gathered = int(step.prefill_gather_lens_cpu[request - decodes])
+                read = {row - chunk.N + length - gathered for row in read}
+            assert read == set(range(max(first, position - window + 1), position + 1)), (request, position)
+            place += 1
+    assert place == len(step.positions) == 34
 
 
 def counted_rows(runner: ModelRunner) -> dict[str, int]:

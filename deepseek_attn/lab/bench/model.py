@@ -16,7 +16,7 @@ from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.lab.bench.layer import check_sizes, reserved_sequences, static_metadata
 from deepseek_attn.lab.bench.stages import stage_calls, stage_works
 from deepseek_attn.lab.bench.timing import KernelTiming, captured, kernels_of, time_calls
-from deepseek_attn.layers.engram import Chunk, RowBuffers
+from deepseek_attn.layers.engram import Chunk, LayerRows, RowBuffers
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import step_input
@@ -97,16 +97,15 @@ def time_model(
             f"deterministic=True computes one token at a time here ({runner.graph_problem}): time the engine"
         )
     with reserved_sequences(runner, batch, tokens, context) as caches, runner.op_settings():
-        last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
         shape = StepShape(batch, tokens, context)
         works = stage_works(runner, shape)
-        metadata = step_metadata(runner, caches, shape)
+        metadata, last_rows = step_metadata(runner, caches, shape)
         if tokens == 1:
             run = decode_step(runner, caches, context, graph)
         elif runner.tables is None:
             run = _replay([lambda: _forward(runner, metadata, last_rows)], graph)
         else:
-            run, graph = partial(_step_with_lookup, runner, caches, shape, last_rows), False
+            run, graph = partial(_step_with_lookup, runner, caches, shape), False
         times = time_calls(lambda _: run(), runner.device, repeats, warmup)
         kernels = tuple(kernels_of(run)) if graph else ()
         stages = _time_stages(runner, works, metadata, last_rows, repeats, graph, rates)
@@ -121,18 +120,34 @@ def time_model(
     )  # fmt: skip
 
 
-def step_metadata(runner: ModelRunner, caches: list[SequenceCache], shape: StepShape) -> StepMetadata:
-    """Metadata of a step whose pages are reserved; of decode steps in tensors that a graph can read."""
-    if shape.tokens == 1:
-        metadata = static_metadata(runner, caches)
-    else:
-        lengths = [shape.tokens] * shape.batch
-        metadata = runner.builder.build(step_input(runner.manager, caches, lengths, runner.decode_query_len))
+def step_metadata(
+    runner: ModelRunner, caches: list[SequenceCache], shape: StepShape
+) -> tuple[StepMetadata, torch.Tensor]:
+    """Metadata of a step whose pages are reserved; of decode steps in tensors that a graph can read.
+
+    And the last row of each request among the rows that the last layer computes.
+    """
+    engram = {}
     if runner.tables is not None:
         rows = RowBuffers(runner.tables, shape.rows)
         rows.fill(runner.tables.look_up(_chunks(runner, shape)))
-        metadata.engram = rows.lookups()
-    return metadata
+        engram = rows.lookups()
+    if shape.tokens > 1:
+        return _prefill_metadata(runner, caches, shape, engram)
+    metadata = static_metadata(runner, caches)
+    metadata.engram = engram
+    return metadata, torch.arange(shape.batch, device=runner.device)
+
+
+def _prefill_metadata(
+    runner: ModelRunner, caches: list[SequenceCache], shape: StepShape, engram: Mapping[int, LayerRows]
+) -> tuple[StepMetadata, torch.Tensor]:
+    batch = step_input(runner.manager, caches, [shape.tokens] * shape.batch, runner.decode_query_len)
+    metadata, lengths = runner.builder.build(batch), batch.query_lens.tolist()
+    metadata.engram = engram
+    if runner.trailing is not None:
+        lengths = runner.trailing.attach_ends(metadata, batch, caches)
+    return metadata, torch.tensor(lengths, dtype=torch.int64, device=runner.device).cumsum(0) - 1
 
 
 def decode_step(runner: ModelRunner, caches: list[SequenceCache], context: int, graph: bool) -> Callable[[], object]:
@@ -166,14 +181,10 @@ def _forward(runner: ModelRunner, metadata: StepMetadata, last_rows: torch.Tenso
     return model.logits(model(token_ids, metadata.positions, metadata)[last_rows])
 
 
-def _step_with_lookup(
-    runner: ModelRunner, caches: list[SequenceCache], shape: StepShape, last_rows: torch.Tensor
-) -> torch.Tensor:
+def _step_with_lookup(runner: ModelRunner, caches: list[SequenceCache], shape: StepShape) -> torch.Tensor:
     """An eager step, with its metadata, during which rows of Engram tables are read."""
-    metadata = runner.builder.build(step_input(runner.manager, caches, [shape.tokens] * shape.batch, 1))
-    if runner.tables is not None:
-        metadata.engram = runner.tables.look_up(_chunks(runner, shape))
-    return _forward(runner, metadata, last_rows)
+    engram = {} if runner.tables is None else runner.tables.look_up(_chunks(runner, shape))
+    return _forward(runner, *_prefill_metadata(runner, caches, shape, engram))
 
 
 def _replay(calls: Sequence[Callable[[], object]], graph: bool) -> Callable[[], object]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 from deepseek_attn.estimates.floors import (
     ATTENTION,
@@ -19,12 +20,13 @@ from deepseek_attn.estimates.floors import (
     ModelWork,
     StepShape,
 )
-from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.impls.metadata import StepMetadata, TrailingStep
 from deepseek_attn.kernels.hyper_connection.types import DelayedOutput
 from deepseek_attn.models import block, deepseek_v41
 from deepseek_attn.models.hyper_connection import hc_post
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.v41.attention import DeepseekV41MLAAttention
 
 Calls = dict[str, list[Callable[[], object]]]
 
@@ -34,15 +36,17 @@ def stage_works(runner: ModelRunner, shape: StepShape) -> dict[str, list[FloorWo
 
     The shared expert and layers without a router count as experts, norms between sublayers as hyper-connections do.
     """
-    work = ModelWork(runner.config, runner.numerics, runner.dtype)
-    specs, rows = runner.backbone_layers, shape.rows
+    specs = runner.backbone_layers
+    work = ModelWork(runner.config, runner.numerics, runner.dtype, specs)
+    rows = {spec: (shape if runner.trailing is None else work.shape_of(spec, shape)).rows for spec in specs}
+    attention = work.attention if runner.trailing is None else work.attention_to_end
     return {
-        ATTENTION: [work.attention(spec, runner.layout, shape) for spec in specs],
-        EXPERTS: [work.experts(spec, rows) for spec in specs],
-        NORMS: [work.norms(spec, rows) for spec in specs],
-        ROUTING: [work.routing(spec, rows) for spec in specs],
+        ATTENTION: [attention(spec, runner.layout, shape) for spec in specs],
+        EXPERTS: [work.experts(spec, rows[spec]) for spec in specs],
+        NORMS: [work.norms(spec, rows[spec]) for spec in specs],
+        ROUTING: [work.routing(spec, rows[spec]) for spec in specs],
         HEAD: [work.head(shape.batch)],
-        ENGRAM: [work.engram(spec, rows) for spec in specs],
+        ENGRAM: [work.engram(spec, work.shape_of(spec, shape, before=True).rows) for spec in specs],
     }
 
 
@@ -51,7 +55,7 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
 
     Args:
         step: metadata of the step, with rows of Engram tables on the device.
-        last_rows: int64, the rows that logits are computed for.
+        last_rows: int64, the rows that logits are computed for, of those that the last layer computes.
 
     Returns:
         Calls by stage, for the model's stages. Their order matters: attention layers of V4.1 read results of earlier
@@ -65,7 +69,11 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
     rows = len(step.positions)
     token_ids = torch.randint(config.vocab_size, (rows,), generator=generator, device=device)
     calls: Calls = {stage: [] for stage in STAGES}
-    for layer in model.layers.values():
+    for index, layer in model.layers.items():
+        trailing, attention = step.trailing_at(int(index)), partial(_attention, layer.attn)
+        if trailing is not None and trailing.step is not None:
+            outer, step, rows = step, trailing.step, len(trailing.step.positions)
+            token_ids, attention = trailing.take(token_ids), partial(_first_attention, layer.attn, outer, trailing)
         x = torch.randn(rows, config.hidden_size, generator=generator, device=device).to(runner.dtype)
         streams = x.unsqueeze(1).repeat(1, layer.config.hc_mult, 1) if isinstance(layer, block.Block) else x
         if isinstance(model, deepseek_v41.DeepseekV41) and isinstance(layer, deepseek_v41.DeepseekV41Block):
@@ -74,7 +82,7 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
         else:
             output = layer.collapse(streams).output(x) if isinstance(layer, block.Block) else (x, x)
             head = partial(model.logits, streams[last_rows])
-        calls[ATTENTION].append(partial(layer.attn, x, step.positions, step))
+        calls[ATTENTION].append(partial(attention, x, step))
         calls[NORMS] += [partial(layer.attn_input, output), partial(layer.ffn_input, output)]
         if isinstance(layer, deepseek_v41.DeepseekV41Block) and isinstance(output, DelayedOutput) and layer.engram:
             calls[NORMS].append(partial(hc_post, *output.streams))  # not with the collapse: the memory comes between
@@ -86,6 +94,22 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
             calls[EXPERTS].append(partial(layer.ffn, x))
     calls[HEAD].append(head)
     return {stage: found for stage, found in calls.items() if found}
+
+
+def _attention(attn: nn.Module, x: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+    return attn(x, step.positions, step)
+
+
+def _first_attention(
+    attn: nn.Module, outer: StepMetadata, trailing: TrailingStep, x: torch.Tensor, step: StepMetadata
+) -> torch.Tensor:
+    """The attention of the first layer with fewer rows ``x [T', hidden_size]``, which are repeated for keys of all."""
+    if isinstance(attn, DeepseekV41MLAAttention) and trailing.queries_only:
+        return attn.forward_trailing(
+            x.repeat(-(-len(outer.positions) // len(x)), 1)[: len(outer.positions)], outer, trailing
+        )
+    trailing.begin(outer.results)
+    return attn(x, step.positions, step)
 
 
 def _collapsed_logits(model: deepseek_v41.DeepseekV41, output: DelayedOutput, last_rows: torch.Tensor) -> torch.Tensor:

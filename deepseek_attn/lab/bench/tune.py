@@ -135,8 +135,7 @@ def time_tables(
     check_sizes(runner, batch, tokens, context)
     seen = set() if seen is None else seen
     with reserved_sequences(runner, batch, tokens, context) as caches, runner.op_settings():
-        metadata = step_metadata(runner, caches, StepShape(batch, tokens, context))
-        last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
+        metadata, last_rows = step_metadata(runner, caches, StepShape(batch, tokens, context))
         for stage, calls in stage_calls(runner, metadata, last_rows).items():
             wanted, others = compiled_rows(calls, tables, gpu(runner.device), nearest, seen)
             for key, rows in sorted(others.items(), key=lambda pair: pair[0][0]):

@@ -234,9 +234,11 @@ def test_a_model_step(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("preset", "layers", "tokens"), [("tiny", [2, 3], 1), ("tiny_v41", None, 1), ("tiny_v41", None, 9)]
+    ("preset", "layers", "tokens"),
+    [("tiny", [2, 3], 1), ("tiny_v41", None, 1), ("tiny_v41", None, 9), ("tiny_v41", None, 40)],
 )
 def test_the_floor_of_a_step(preset, layers, tokens):
+    """Of 40 tokens V4.1's upper layers compute those that the last one's result needs."""
     runner = ModelRunner.from_config(preset, layers=layers, device="cpu", max_model_len=64, max_num_seqs=2)
     rates = {"copy": 1e9, "bf16": 1e9}
     timing = time_model(runner, batch=2, context=40, repeats=1, tokens=tokens, rates=rates)

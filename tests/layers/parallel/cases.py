@@ -17,6 +17,7 @@ from deepseek_attn.layers.weights import Shard
 from deepseek_attn.runner.graph_steps import DecodeStep, StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.runner.step import StepOptions
 from tests.support.drafts import DraftedSource, draft_after
 from tests.support.small_models import small_config
 
@@ -81,6 +82,8 @@ def scores(family: str, parallel: Parallel) -> dict:
         logits, drafts = runner.score(texts), [draft_after(runner, texts[1], [5, 4], newest=11).logits]
     steps = runner.score([texts[1]], chunk_size=1)
     logprobs = [text.to_dict() for text in runner.score_logprobs(texts, top=2)]
+    whole = runner.sequence(texts[0])
+    steps += [runner.step([(whole, n)], StepOptions(ends=(140,))).rows[0] for n in (110, 30)]  # V4.1: of trailing rows
     recorded, [records] = runner.score_records(texts[2:], runner.record_options(routes=True, selections=True))
     replayed = runner.score(texts[2:], replay=[records])
     arrays = records.arrays | {"difference": (replayed[0] - recorded[0]).abs().max()}
