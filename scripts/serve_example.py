@@ -64,7 +64,8 @@ def ask(llm: LLM, name: str, body: dict[str, Any], chat: bool) -> list[Completio
             options["thinking"] = options["thinking"].get("type") == "enabled"
         found: Any = llm.chat(given.get("messages", []), params, stream=stream, **options)
         return found if stream else [found]
-    prompt = given.get("prompt", [])
+    if (prompt := given.get("prompt")) is None:
+        raise ValueError("prompt is missing")
     single = isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int)
     return llm.stream(prompt[0] if single else prompt, params) if stream else llm.generate(prompt, params)
 

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -194,6 +196,21 @@ def test_a_client_that_goes_away(client, llm):
     while llm.engine.has_unfinished and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("{}", "prompt is missing"),
+        ("[1]", "must be a JSON object, got list"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_wrong_bodies(client, body, message):
+    with pytest.raises(HTTPError) as error:
+        urlopen(f"{client.base_url}completions", data=body.encode())
+    assert error.value.code == 400
+    assert message in json.load(error.value)["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import importlib
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 import deepseek_attn
 from deepseek_attn.cli import make_parser
 from deepseek_attn.cli.options import BOUNDS, integer, memory_size, numbers
+from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.utils.version import __version__
 from tests.house.test_imports import FLOORS
 from tests.house.test_plans import TABLES, device_functions
@@ -53,6 +55,13 @@ def check_flags(words: list[str]) -> str:
 def test_commands(page):
     found = commands(page.read_text(encoding="utf-8"), "deepseek-attn ")
     assert not [(" ".join(words), problem) for words in found if (problem := check_flags(words))]
+
+
+def test_every_sampling_option_is_in_the_table():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("### Sampling options") :].split("\n\n")[2]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 def test_commands_are_found():

@@ -6,7 +6,7 @@ Tokens, truncation and stops are those of the harness's own model for transforme
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -69,6 +69,12 @@ class DeepseekAttnLM(TemplateLM):
         if self.llm.tokenizer is None:
             raise ValueError(f"{self.llm.directory} has no tokenizer.json: the harness needs texts")
         self.add_bos_token = add_bos_token
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
+        """As the harness has it, except that ``--model_args`` may have the names of its own options (``device``)."""
+        others = {name: value for name, value in (additional_config or {}).items() if name not in arg_dict}
+        return super().create_from_arg_obj(arg_dict, others)
 
     @property
     def texts(self) -> Tokenizer:

@@ -180,6 +180,13 @@ def test_chats(model):
     assert model.tokenizer_name == str(model.llm.directory)
 
 
+def test_arguments_may_have_names_of_the_harness_own():
+    found = DeepseekAttnLM.create_from_arg_obj(
+        {"device": "cpu", "max_model_len": 64}, {"device": "cuda", "batch_size": 2}
+    )
+    assert (found.llm.runner.device.type, found.llm.runner.layout.max_model_len) == ("cpu", 64)
+
+
 def test_the_command_knows_it():
     done = subprocess.run(
         [sys.executable, "-m", "deepseek_attn.lab.lm_eval", "--model", "deepseek_attn", "--tasks", "no_such_task"],
