@@ -130,7 +130,7 @@ def test_a_runner_refuses_flashmla_for_plain_records(fake):
 
 @pytest.mark.parametrize(
     ("fake", "ratio"),
-    tiered([("sgl", 0), ("upstream", 4), ("vllm", 128), ("sgl", 16)], [("upstream", 4)]),
+    tiered([("sgl", 0), ("upstream", 4), ("vllm", 128), ("sgl", 16)], [("sgl", 16)]),
     indirect=["fake"],
 )
 def test_score_in_chunks_of_awkward_sizes(fake, ratio):

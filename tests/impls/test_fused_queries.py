@@ -16,7 +16,7 @@ from tests.support.small_models import small_config, small_runner
 
 SIZES = {"head_dim": 128, "qk_rope_head_dim": 64, "hidden_size": 256, "q_lora_rank": 128, "o_lora_rank": 128}
 CONFIG = small_config([0, 4, 128], num_attention_heads=4, o_groups=2, index_topk=8, **SIZES)
-PROMPTS = [[token % 96 for token in range(5, 150)], [7, 9], list(range(90, 30, -1))]
+PROMPTS = [[token % 96 for token in range(5, 135)], [7, 9], list(range(50, 30, -1))]
 
 
 class Fused(DeepseekV4ReferenceSparseImpl):

@@ -22,6 +22,7 @@ from deepseek_attn.models.families import FAMILIES, DeepseekV4Family, Family, re
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.testing.random_layer import RandomLayer
 from deepseek_attn.utils.registry import load_extensions
+from tests.support.small_models import two_layers
 from tests.testing.own_package import SOURCE, WRONG
 
 TABLES = (OWN_IMPLS.classes, OWN_RECORDS.classes, MODEL_TYPES, MODELS, FAMILIES)
@@ -51,7 +52,7 @@ def scores(config, **options):
 
 
 def test_an_impl_by_module_and_by_name(package):
-    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=2, num_nextn_predict_layers=0)
+    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=1, num_nextn_predict_layers=0, num_hash_layers=0)
     expected = scores(config, backend="reference")
     for backend in ("own_classes:Impl", "own_impl"):  # the first imports the module, which registers the name
         assert all(torch.equal(a, b) for a, b in zip(scores(config, backend=backend), expected, strict=True))
@@ -107,7 +108,8 @@ def spec_of(preset, numerics):
 
 def test_a_family(package, tmp_path):
     own = import_module("own_classes")
-    raw = ModelConfig.from_preset("tiny").to_dict() | {"model_type": "own_family"}
+    small = two_layers()
+    raw = small.to_dict() | {"model_type": "own_family"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = ModelConfig.from_pretrained(tmp_path)
     assert type(config) is own.Config
@@ -115,7 +117,7 @@ def test_a_family(package, tmp_path):
     assert type(config.replace(sliding_window=8)) is own.Config
     runner = ModelRunner.from_config(config, **SIZES)
     assert type(runner.model) is own.Model
-    plain = ModelRunner.from_config("tiny", **SIZES)
+    plain = ModelRunner.from_config(small, **SIZES)
     assert not torch.equal(plain.score(PROMPT)[0], runner.score(PROMPT)[0])
     for block in plain.model.layers.values():
         block.attn.scale *= 2

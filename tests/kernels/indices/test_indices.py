@@ -80,26 +80,26 @@ def test_combine_worked_example_early_position():
     ("window", "ratio", "topk"),
     [(4, 4, 2), (128, 4, 513), (7, 16, 1), (128, 128, 64), (128, 0, 0), (5, 4, 0), (1, 3, 7)],
 )
-@pytest.mark.parametrize("seed", range(4))
-def test_combine_random(seed, window, ratio, topk, base):
-    lengths, queries, _, _ = random_batch(seed)
-    gathers = [q + min(n - q, window - 1) for n, q in zip(lengths, queries, strict=True)]
-    rng = random.Random(seed)
-    rows = []
-    for n, q in zip(lengths, queries, strict=True):
-        for pos in range(n - q, n):
-            closed = (pos + 1) // ratio if ratio else 0
-            picked = rng.sample(range(closed), min(closed, topk))
-            rows.append(picked + [HUGE] * (topk + 1 - len(picked)))  # one column more than topk, poisoned
-    N = max(lengths)
-    M = N + max(gathers)
-    starts = torch.tensor([base] + queries).cumsum(0).int()
-    got = combine_topk_swa_indices(
-        ints(rows).reshape(sum(queries), topk + 1), starts, ints(lengths), ints(gathers), window, ratio, topk, M, N
-    )
-    idx, lens = combine_oracle(rows, lengths, queries, gathers, window, ratio, topk, M, N)
-    assert got[0].tolist() == idx
-    assert got[1].tolist() == lens
+def test_combine_random(window, ratio, topk, base):
+    for seed in range(4):
+        lengths, queries, _, _ = random_batch(seed)
+        gathers = [q + min(n - q, window - 1) for n, q in zip(lengths, queries, strict=True)]
+        rng = random.Random(seed)
+        rows = []
+        for n, q in zip(lengths, queries, strict=True):
+            for pos in range(n - q, n):
+                closed = (pos + 1) // ratio if ratio else 0
+                picked = rng.sample(range(closed), min(closed, topk))
+                rows.append(picked + [HUGE] * (topk + 1 - len(picked)))  # one column more than topk, poisoned
+        N = max(lengths)
+        M = N + max(gathers)
+        starts = torch.tensor([base] + queries).cumsum(0).int()
+        got = combine_topk_swa_indices(
+            ints(rows).reshape(sum(queries), topk + 1), starts, ints(lengths), ints(gathers), window, ratio, topk, M, N
+        )
+        idx, lens = combine_oracle(rows, lengths, queries, gathers, window, ratio, topk, M, N)
+        assert got[0].tolist() == idx, seed
+        assert got[1].tolist() == lens, seed
 
 
 def test_combine_rows_past_the_last_query_are_empty():

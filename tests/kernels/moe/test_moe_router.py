@@ -1,6 +1,7 @@
 """The router: its plain-torch version against loops, and the Triton one against that."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -69,12 +70,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=["float32 weight", "bf16 weight"])
+F32, BF16 = torch.float32, torch.bfloat16
+QUICK = [(name, score, BF16, F32) for name, score in zip(SHAPES, [*SCORES, *SCORES], strict=False)]
+QUICK += [("odd", [*SCORES][0], F32, BF16), ("V3", [*SCORES][-1], BF16, BF16), ("V4", [*SCORES][-1], F32, F32)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "score", "dtype", "weight_dtype"),
+    tiered(product(SHAPES, SCORES, [BF16, F32], [F32, BF16]), QUICK),
+)
 def test_against_loops(route, shape, score, dtype, weight_dtype):
-    E, topk, groups = shape
+    E, topk, groups = SHAPES[shape]
     weight, bias = (torch.randn(E, 96) * 0.2).to(weight_dtype), torch.randn(E) * 0.1
     x = torch.randn(21, 96).to(dtype)
     for normalize in (True, False):

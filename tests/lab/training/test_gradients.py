@@ -28,8 +28,8 @@ class Pair:
     def __init__(self):
         config = ModelConfig.from_preset("tiny").replace(num_nextn_predict_layers=0)
         source = RandomSource(config, 0)
-        tokens = torch.tensor([prompt(config, 280, 0)])
-        self.model = build_model(config, source, CPU, 280)
+        tokens = torch.tensor([prompt(config, 140, 0)])
+        self.model = build_model(config, source, CPU, 140)
         loss = next_token_loss(DenseModel(self.model)(tokens).logits, tokens)
         loss.backward()
         reference = TransformersOracle(config, source).model

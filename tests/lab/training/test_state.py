@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ TEXT = "The cat sat on the mat, and the dog lay by the door. " * 100
 SETTINGS = {"steps": 4, "seed": 0}
 
 
+SMALL = {"vocab_size": 300, "hc_sinkhorn_iters": 2, "moe_intermediate_size": 32, "num_attention_heads": 2}
+
+
 def run(state=None, stop_at=None):
     """A training of 4 steps and 2 of the MTP layer, stopped by Ctrl-C at a step whose loss is reported."""
-    small = {"vocab_size": 300, "hc_sinkhorn_iters": 2, "moe_intermediate_size": 32, "num_attention_heads": 2}
-    config = small_config([0, 4], **small, num_nextn_predict_layers=1)
+    config = small_config([0, 4], **SMALL, num_nextn_predict_layers=1)
 
     def progress(step, loss):
         if step == stop_at:
@@ -81,7 +84,10 @@ def test_a_state_is_not_taken_for_another_training(tmp_path):
 
 def test_the_command_resumes_and_loads_nothing_when_nothing_is_left(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command = "train --config tiny --task copy --gap 8 --steps 2 --batch 1 --seq-len 42 --mtp-steps 1 --mtp-depth 1"
+    Path("config.json").write_text(json.dumps(small_config([0, 4], **SMALL, num_nextn_predict_layers=1).to_dict()))
+    command = (
+        "train --config config.json --task copy --gap 8 --steps 2 --batch 1 --seq-len 42 --mtp-steps 1 --mtp-depth 1"
+    )
     command = [*command.split(), "--device", "cpu", "--out", "new/model"]
     stop = "deepseek_attn.lab.training.loop.evaluate"
     with monkeypatch.context() as patch:

@@ -138,6 +138,7 @@ def test_run_does_not_touch_results_that_are_there(finished, capsys):
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.exhaustive  # draws the page again
 def test_a_second_resume_has_nothing_to_do_and_writes_the_same_bytes(finished, capsys):
     file, out = finished
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
