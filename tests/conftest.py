@@ -9,6 +9,7 @@ import atexit
 import functools
 import gc
 import hashlib
+import logging
 import os
 import shlex
 import tempfile
@@ -100,6 +101,10 @@ def pytest_collection_finish() -> None:
     import torch
 
     torch.set_num_threads(1)  # as the environment says, unless a plugin has imported torch before
+    # To each logger that does not propagate pytest adds a handler six times a test, and torch has 40 of them.
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)  # objects made between two collections of young ones; Python's 700 cost a tenth of a run

@@ -124,7 +124,9 @@ def test_weights_are_those_of_the_keys_that_the_kernels_read(family, step, optio
     found = inspect_attention(runner, tokens_of(runner)[:length], top=LENGTH)
     assert [query.position for query in found.queries] == list(range(length))
     for query in found.queries:
+        assert [layer.layer for layer in query.layers] == [layer.layer for layer in found.layers] != []
         for layer in query.layers:
+            assert len(layer.heads) == runner.config.num_attention_heads
             expected = kernels.weights[layer.layer, query.position]
             for head, read in enumerate(layer.heads):
                 weights = {("token", p): w for p, w in zip(read.tokens, read.token_weights, strict=True)}
@@ -198,6 +200,7 @@ def test_the_indexer_beside_dense_attention(family):
         assert (read.recall, read.kept) == pytest.approx((recalls[-1], kepts[-1]), abs=1e-5)
         # the entries that were read have the same logits densely: weights in proportion, head by head; summed, in order
         assert set(query.layers[0].mean.entries) == selected
+    assert recalls
     [summary] = found.layers
     assert summary.index.queries == len(recalls)
     assert summary.index.recall == pytest.approx(sum(recalls) / len(recalls))
@@ -228,7 +231,9 @@ def test_summaries_are_means_over_all_queries_and_reads_are_the_largest(monkeypa
     monkeypatch.setattr("deepseek_attn.lab.inspect.weights.BLOCK_BYTES", 1)
     few = inspect_attention(runner, tokens, top=3, queries=[-1, 17, 17, -LENGTH])
     assert [query.position for query in few.queries] == [0, 17, LENGTH - 1]
+    assert len(whole.layers) == 3
     for place, (layer, other) in enumerate(zip(whole.layers, few.layers, strict=True)):
+        assert len(layer.heads) == runner.config.num_attention_heads
         for head, (shares, others) in enumerate(zip(layer.heads, other.heads, strict=True)):
             reads = [query.layers[place].heads[head] for query in whole.queries]
             for name in ("sink", "window", "entries"):

@@ -478,7 +478,8 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     assert f"`deepseek-attn experiment resume {file} --out '{out}' --device cpu` goes on" in capsys.readouterr().err
 
 
-def test_two_folders_are_compared_by_the_names_of_variants(finished, tmp_path, capsys):
+def test_two_folders_are_compared_by_the_names_of_variants(finished, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("deepseek_attn.lab.experiments.report.figures.svg_element", lambda *_: "<svg></svg>")
     file, out = finished
     here, there = tmp_path / "here", tmp_path / "there"
     shutil.copytree(out, here)
