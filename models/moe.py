@@ -29,6 +29,7 @@ from deepseek_attn.layers.linear import Linear, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.split import shard_unit
 from deepseek_attn.layers.weights import CheckpointModule, Shard, SlotKind, WeightSlot, check_finite
+from deepseek_attn.models.file_experts import FileExperts
 from deepseek_attn.models.host_experts import LayerExperts
 from deepseek_attn.utils.device import run_beside
 from deepseek_attn.utils.tracing import traced
@@ -154,10 +155,11 @@ class Experts(CheckpointModule):
         memory: where the experts are kept.
 
     Attributes:
-        rows: on the GPU, for experts in host memory; None for experts that are where they are computed.
+        rows: on the GPU, for experts in host memory or in files; None for experts that are where they are computed, and
+            for those in files on a CPU.
     """
 
-    rows: LayerExperts | None = None
+    rows: LayerExperts | FileExperts | None = None
 
     def __init__(
         self,
@@ -196,7 +198,7 @@ class Experts(CheckpointModule):
         With ``add [T, D]``, the dtype of x: the sum is rounded after the addition, which waits for ``add_ready``.
         """
         options = self.limit, self.weigh_output, self.w1.input_format, add, self.count, add_ready
-        if self.memory.kind == DISK:
+        if self.memory.kind == DISK and self.rows is None:
             with self._cached_stacks(experts) as stacks:
                 return moe_experts(x, experts, weights, *stacks, *options)
         if self.rows is None:

@@ -9,6 +9,7 @@ import torch
 from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.source import HeaderSource
 from deepseek_attn.checkpoint.stored_weights import read_weight, scale_name
+from deepseek_attn.kernels.common.quant import encode_e8m0
 from deepseek_attn.layers.weights import Shard
 
 
@@ -43,6 +44,11 @@ class CheckpointWeight:
             return read_weight(self.source, self.name, self.shard, self.block)
         except ValueError as error:
             raise ValueError(f"cannot read {self.source.shown(self.name)}: {error}") from error
+
+    def read_scale(self) -> torch.Tensor:
+        """See `UnreadWeight.read_scale`."""
+        stored = self.source.read(scale_name(self.name) or "")
+        return stored if stored.dtype == torch.uint8 else encode_e8m0(stored)
 
     def template(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return read_weight(HeaderSource(self.source.entries()), self.name, self.shard, self.block)

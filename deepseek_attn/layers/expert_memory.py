@@ -89,6 +89,10 @@ class UnreadWeight(Protocol):
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
+    def read_scale(self) -> torch.Tensor:
+        """The scale of an FP4 weight alone: e8m0 bytes."""
+        ...
+
     def template(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The result of a call without its values, on the device "meta"."""
         ...

@@ -110,6 +110,25 @@ class ExpertLinear(CheckpointModule):
             )
         return self.cache
 
+    def exponents(self, weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row exponents of an FP4 expert and the scales to keep. ValueError if it has none (`all_have_exponents`)."""
+        found = row_exponents(weight, scale)
+        if found is None:
+            raise ValueError("an expert's scales changed after the model was loaded: load it again")
+        return found
+
+    def all_have_exponents(self) -> bool:
+        """Whether all FP4 experts that stay in the checkpoint have row exponents; reads scales, few weights."""
+        if not self._has_exponents or self._device.type == "meta":
+            return self._has_exponents
+        # a weight without zeros, which row_exponents looks at only where scales alone do not decide
+        dense = torch.tensor(0x11, dtype=torch.uint8, device="cpu").expand(self.out_features, self.in_features // 2)
+        for weight in self.unread.values():
+            scale = weight.read_scale()
+            if row_exponents(dense, scale) is None and row_exponents(*weight()) is None:
+                return False
+        return True
+
     def open_cache(self, slots: int, readers: ExpertReaders) -> None:
         """Makes the cache of a layer whose experts stay in the checkpoint."""
         self.cache = ExpertFileCache(self.unread, self.convert, slots, readers)

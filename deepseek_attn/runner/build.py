@@ -276,8 +276,6 @@ def build_runner(
     keys = None if attention.reference_only or problem_on(device) else _prepare_keys()
     experts = ExpertMemory(expert_memory, expert_cache_bytes)
     family = get_family(config, numerics, dtype, device, attention, parallel, experts)
-    if experts.kind == DISK and device.type == "cuda" and not family.reference_only:
-        raise ValueError("expert_memory='disk' with a GPU: use 'host', or device='cpu'")
     limit = config.max_position_embeddings
     max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
     layers = None if layers is None else as_list(layers, "layers: numbers of layers")
@@ -321,7 +319,7 @@ def build_runner(
         manager = CacheManager(pools)
         workspace = _bind_layers(family, model, pools)
         tables = _engram_tables(config, canonical, model, device)
-        expert_files = ExpertFiles.open(model, experts, local_ranks(parallel))
+        expert_files = ExpertFiles.open(model, experts, device, max_num_batched_tokens, local_ranks(parallel))
         expert_rows = hold_experts(model, config, experts, device, max_num_batched_tokens)
         runner = cls(
             config=config,
@@ -458,6 +456,8 @@ def _decode_graphs(
     problem = family.graph_problem()
     if isinstance(model, AttentionStack):
         problem = "there are attention layers only (attention_only=True)"
+    elif family.experts.kind == DISK:
+        problem = "with expert_memory='disk' the host waits for the routing of each layer"
     if wanted and problem:
         raise ValueError(f"cuda_graphs=True: {problem}; leave it out to run every step eagerly")
     if problem or wanted is False or isinstance(model, AttentionStack):
