@@ -22,6 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from deepseek_attn.kernels.moe import ExpertStack, HostExperts, count_expert_uses, fetch_experts
 from deepseek_attn.kernels.moe.types import copied_parts, expert_parts
+from deepseek_attn.layers.expert_memory import ExpertStats
+from deepseek_attn.utils.sizes import show_bytes
 
 STREAM_LOAD = 2
 """Pairs of a token and an expert, per expert of the layer, from which on all experts are copied ahead: of random
@@ -178,6 +180,25 @@ class ExpertRows:
             layer.following = following
         return cls(ordered, sum(form.held(cached) for form, _ in kinds), cached)
 
+    @property
+    def stats(self) -> ExpertStats:
+        """Uses of experts by tokens that fetched them; waits for the device. Prompts, which copy all, do not count."""
+        uses, misses, nbytes = 0, 0, 0
+        for layer in self.layers:
+            needed, copied = layer.state.totals.tolist()
+            uses, misses = uses + needed, misses + copied
+            nbytes += copied * sum(part[0].nbytes for part in expert_parts(layer.state.host))
+        return ExpertStats(uses - misses, misses, nbytes)
+
+    def describe(self) -> str:
+        """One line for people."""
+        stats, count = self.stats, max(len(layer.state.row) for layer in self.layers)
+        return (
+            f"experts: {self.cached} of {count} per layer on the GPU ({show_bytes(self.nbytes)} with the experts of "
+            f"prompts); {stats.hits:,} of {stats.hits + stats.misses:,} uses were there ({stats.hit_rate:.0%}), "
+            f"{show_bytes(stats.bytes_read)} fetched"
+        )
+
     def begin(self, pairs: int) -> None:
         """Starts the first layer's copies for a step with this number of pairs, before its embedding is computed."""
         if self.layers[0].wants_all(pairs):
@@ -231,5 +252,5 @@ def _with_first_experts(host: Stacks, shared: Stacks, first: int, rows: int, sta
     row[:rows] = owner + first
     return HostExperts(
         host, shared, row, owner, filled(0, E), first, staged, filled(0, E), filled(0, 2, E), filled(0, 1),
-        copied_parts(host, shared),
+        torch.zeros(2, dtype=torch.int64, device=device), copied_parts(host, shared),
     )  # fmt: skip

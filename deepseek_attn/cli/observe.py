@@ -41,7 +41,7 @@ def observed(engine: Engine, args: argparse.Namespace) -> Iterator[None]:
             yield
     finally:
         engine.on_step = None
-        caches = engine.runner.expert_files
+        caches = engine.runner.expert_files or engine.runner.expert_rows
         if engine.stats.steps and (args.profile or lines or engine.decoder.mtp or caches):
             say(describe_run(engine.stats))
             if caches is not None:

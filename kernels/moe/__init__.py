@@ -112,21 +112,21 @@ def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
     Which experts are copied follows from data on the device: the host does not wait, and CUDA graphs may hold the call.
 
     Args:
-        cache: of the layer. ``row``, ``owner`` and ``uses`` are updated; ``found``, ``moves`` and ``num_moves`` are
-            written.
+        cache: of the layer. ``row``, ``owner``, ``uses`` and ``totals`` are updated; ``found``, ``moves`` and
+            ``num_moves`` are written.
         experts: contiguous ids ``[T, k]`` of the layer's next `moe_experts`, -1 for experts of other ranks; only these
             are copied. They replace the cached experts that are used least, of those that these tokens do not need:
             rows without an expert first, then the smallest ``uses``, of equal ones the lower id. If more are needed
             than the layer has rows, the rest goes to the rows from ``staged`` on, in order of their ids.
             None: all experts that are not cached are copied to the rows from ``staged`` on, in order of their ids;
-            ``row``, ``owner`` and ``uses`` stay as they are.
+            the rest of the cache's state stays as it is.
 
     Returns:
         ``cache.found``, for ``slots`` of `moe_experts`: int32 ``[E]``, the rows of the needed experts; of others,
         without a meaning.
 
     Notes:
-        Each call takes a 256th off every count of use and adds 4096 for each token that chose the expert, 255 of them
+        Each call takes a 64th off every count of use and adds 4096 for each token that chose the expert, 255 of them
         at most. The same calls leave the same rows, on every device.
 
     Raises:

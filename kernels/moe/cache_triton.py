@@ -27,6 +27,7 @@ class CacheState(NamedTuple):
     found: Any
     moves: Any
     num_moves: Any
+    totals: Any
 
 
 @triton.jit(do_not_specialize=["pairs", "num_rows", "first", "staged"])
@@ -76,6 +77,8 @@ def choose_rows_kernel(
         else:
             needed = inside & (tokens > 0)
             missing = needed & (row < 0)
+            tl.store(cache.totals, tl.load(cache.totals) + tl.sum(needed.to(tl.int32), 0))
+            tl.store(cache.totals + 1, tl.load(cache.totals + 1) + tl.sum(missing.to(tl.int32), 0))
             place = tl.cumsum(missing.to(tl.int32), 0) - 1
             found = row
             if tl.sum(missing.to(tl.int32), 0) > 0:

@@ -82,6 +82,7 @@ def check_cache(cache: HostExperts, experts: Tensor | None) -> None:
     check("rows to read", cache.found, (E,), torch.int32, contiguous=True)
     check("experts to copy", cache.moves, (2, E), torch.int32, contiguous=True)
     check("the number of experts to copy", cache.num_moves, (1,), torch.int32)
+    check("numbers of needed and copied experts", cache.totals, (2,), torch.int64, contiguous=True)
     check("experts", experts, ("T", "k"), INTS, contiguous=True)
 
 

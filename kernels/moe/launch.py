@@ -316,7 +316,7 @@ def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor | None, fe
     warps = plan.choose.config.warps
     choose_rows_kernel[(1,)](
         experts,
-        CacheState(cache.row, cache.owner, cache.uses, cache.found, cache.moves, cache.num_moves),
+        CacheState(cache.row, cache.owner, cache.uses, cache.found, cache.moves, cache.num_moves, cache.totals),
         pairs,
         len(cache.owner),
         cache.first,

@@ -205,6 +205,7 @@ def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
         count_expert_uses(cache, experts)
         needed = set(experts.flatten().tolist()) - {-1}
         missing = sorted(expert for expert in needed if rows[expert] < 0)
+        cache.totals.add_(torch.tensor([len(needed), len(missing)], dtype=torch.int64, device=cache.totals.device))
         owners, uses = cache.owner.tolist(), cache.uses.tolist()
         # rows without an expert first
         order = sorted((-1, slot, slot) if own < 0 else (uses[own], own, slot) for slot, own in enumerate(owners))

@@ -82,6 +82,7 @@ class HostExperts(NamedTuple):
         found: int32 ``[E]``, written by `fetch_experts`: the row of each expert that the products may read.
         moves: int32 ``[2, E]``, written: experts that are copied, and the rows that they are copied to.
         num_moves: int32 ``[1]``, written: their number.
+        totals: int64 ``[2]``: experts that all calls with a routing needed, and those of them that were copied.
         parts: `copied_parts`.
     """
 
@@ -95,6 +96,7 @@ class HostExperts(NamedTuple):
     found: Tensor
     moves: Tensor
     num_moves: Tensor
+    totals: Tensor
     parts: CopiedParts
 
 

@@ -88,6 +88,10 @@ def test_the_same_bits_on_a_cpu(family):
             assert generated(runner, 1) == drafted
             assert not any(layer._is_ahead for layer in rows.layers)
             assert all(layer.has_all or layer.state.uses.any() for layer in rows.layers)
+            stats = rows.stats
+            assert stats.misses > 0
+            assert f"{cached} of {count} per layer" in rows.describe()
+            assert f"{stats.hits:,} of {stats.hits + stats.misses:,} uses were there" in rows.describe()
     runner.close()
 
 
