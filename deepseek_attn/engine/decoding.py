@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from deepseek_attn.engine.drawing import sample_valid
 from deepseek_attn.engine.logits import NOTHING_LEFT, processed_logits
 from deepseek_attn.engine.logprobs import greedy_logprobs_of, sampled_logprobs
 from deepseek_attn.engine.request import Request
-from deepseek_attn.engine.sampling import sample_valid
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
 from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
 from deepseek_attn.runner.logprobs import TokenLogprobs

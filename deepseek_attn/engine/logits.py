@@ -8,7 +8,7 @@ In this order, which is vLLM's, in float32:
 3. ``logits_processors``
 4. repetition, frequency and presence penalty
 5. -inf for tokens that structured output does not allow; vLLM does this first, which is the same but for functions
-6. `engine.sampling`: argmax, or temperature, min-p, top-k, top-p and a draw
+6. `engine.drawing`: argmax, or temperature, min-p, top-k, top-p and a draw
 
 Everything depends on the tokens before a row alone: the prompt, the output, and drafts that the row comes after. So a
 draft is verified with the logits that its token would have been sampled from.
@@ -24,7 +24,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from deepseek_attn.engine.sampling import ELEMENTS_PER_BLOCK, ResolvedParams
+from deepseek_attn.engine.drawing import ELEMENTS_PER_BLOCK
+from deepseek_attn.engine.sampling import ResolvedParams
 from deepseek_attn.engine.structured import Allowed, GrammarState
 from deepseek_attn.runner.allowed_tokens import restrict
 from deepseek_attn.text.tokenizer import Tokenizer

@@ -7,15 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepseek_attn.cache.prefix import BlockKeys
+from deepseek_attn.engine.drawing import CounterGenerator, make_generator
 from deepseek_attn.engine.logits import LogitsRow, LogitsRules, bad_word_ids
 from deepseek_attn.engine.request_logprobs import RequestLogprobs
-from deepseek_attn.engine.sampling import (
-    CounterGenerator,
-    ResolvedParams,
-    SamplingParams,
-    checked_params,
-    make_generator,
-)
+from deepseek_attn.engine.sampling import ResolvedParams, SamplingParams, checked_params
 from deepseek_attn.engine.stopping import StopChecker, with_stop_tokens
 from deepseek_attn.engine.structured import GrammarState, compiled_grammar
 from deepseek_attn.runner import ModelRunner, Sequence

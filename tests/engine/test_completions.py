@@ -11,10 +11,10 @@ import pytest
 from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.cache.manager import CacheManager
 from deepseek_attn.cli import main
+from deepseek_attn.engine.drawing import make_generator
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.llm import IndexedPrompt
 from deepseek_attn.engine.request import Request
-from deepseek_attn.engine.sampling import make_generator
 from deepseek_attn.engine.scheduler import Scheduler
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.model_runner import ModelRunner

@@ -168,7 +168,7 @@ def test_values_that_nothing_here_applies_are_a_warning(folder):
 
 
 def test_rows_without_parameters_are_sampled_by_the_librarys():
-    from deepseek_attn.engine.sampling import make_generator, sample
+    from deepseek_attn.engine.drawing import make_generator, sample
 
     logits = torch.randn(1, 50)
     drawn = [

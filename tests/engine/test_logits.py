@@ -17,9 +17,9 @@ from transformers import (
 
 from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.data import SMALL_CHECKPOINT
+from deepseek_attn.engine.drawing import make_generator, sample
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.logits import NOTHING_LEFT, LogitsRow, LogitsRules, bad_word_ids, processed_logits
-from deepseek_attn.engine.sampling import make_generator, sample
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, make_generator, sample
+from deepseek_attn.engine.drawing import CounterGenerator, make_generator, sample
+from deepseek_attn.engine.sampling import SamplingParams
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.0, 0.2, 0.05, 0.3])
 ORDER = [1, 5, 3, 0, 4]  # most likely first, the tie 0 / 4 by index
@@ -120,7 +121,7 @@ def test_a_row_does_not_depend_on_its_batch(vocab, params, monkeypatch):
     assert together == alone
     flipped = sample(logits.flip(0), mixed[::-1], [make_generator(p, i) for i, p in enumerate(mixed)][::-1]).tolist()
     assert flipped[::-1] == alone
-    monkeypatch.setattr("deepseek_attn.engine.sampling.ELEMENTS_PER_BLOCK", 5 * vocab)
+    monkeypatch.setattr("deepseek_attn.engine.drawing.ELEMENTS_PER_BLOCK", 5 * vocab)
     assert sample(logits, mixed, [make_generator(p, i) for i, p in enumerate(mixed)]).tolist() == alone
     assert len(set(alone)) > 10, "rows that all agree would prove nothing"
 
