@@ -130,10 +130,12 @@ class QualitySettings:
 
     Attributes:
         lm_eval: tasks of lm-evaluation-harness; limit: documents of each, None for all.
+        include_path: a folder with task files of one's own; None: the harness's tasks alone.
     """
 
     lm_eval: tuple[str, ...]
     limit: int | None
+    include_path: str | None
 
 
 @dataclass(frozen=True)
@@ -327,7 +329,7 @@ def _quality(section: _Section) -> QualitySettings:
         tasks = []
     if limit is not None:
         section.reader.as_integer("quality.limit", limit)
-    return QualitySettings(tuple(tasks), limit)
+    return QualitySettings(tuple(tasks), limit, section.path("include_path"))
 
 
 def _checkpoint(section: _Section) -> CheckpointSettings:

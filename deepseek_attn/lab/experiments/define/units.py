@@ -272,7 +272,8 @@ def _train_units(experiment: Experiment, device: str) -> list[Unit]:
             read = _text_file(settings)
             text = {"text": name_of(settings.text), "vocab_size": base.vocab_size, **setup.options}
             inputs |= {"tokens": text}
-            inputs |= {} if experiment.quality is None else {"quality": asdict(experiment.quality)}
+            if (quality := experiment.quality) is not None:
+                inputs["quality"] = asdict(quality) | {"include_path": name_of(quality.include_path)}
             job = TokensJob(settings, label, base.vocab_size)
             name = f"tokens of the text ({label})"
             units.append(Unit("tokens", name, f"text/{label}", text, job, alone=True, files=read))

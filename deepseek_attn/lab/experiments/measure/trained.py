@@ -133,7 +133,8 @@ def measure_trained(result: TrainResult, job: TrainJob, task: Task) -> TrainedRe
         "train_seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,
     }
-    if job.quality is not None and setup.task == "text":
+    served = job.variant.selection == "learned" and job.variant.v41 is None
+    if job.quality is not None and setup.task == "text" and served:
         found["lm_eval"] = measure_lm_eval(result, job, job.quality)
     return cast("TrainedResult", found)  # as JSON has it: pairs are lists
 
@@ -243,12 +244,11 @@ def measure_lm_eval(result: TrainResult, job: TrainJob, quality: QualitySettings
     """Numbers of tasks of lm-evaluation-harness, by ``task metric``: of the model's checkpoint, run by `LLM`.
 
     Raises:
-        ValueError: the package lm-eval is not installed, or the model is one that no checkpoint can describe.
+        ValueError: the package lm-eval is not installed.
     """
-    if job.variant.selection != "learned" or job.variant.v41 is not None:
-        raise ValueError(f"quality.lm_eval: variant {job.variant.name!r} is a control, which no engine serves")
     try:
         from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  # the extra lm-eval
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # the extra lm-eval
 
         from deepseek_attn.lab.lm_eval.model import DeepseekAttnLM
     except ModuleNotFoundError as error:
@@ -259,10 +259,14 @@ def measure_lm_eval(result: TrainResult, job: TrainJob, quality: QualitySettings
         directory = save_checkpoint(result.model, result.config, Path(folder) / "model", tokenizer)
         device = str(result.model.embed.weight.device)
         model = DeepseekAttnLM(str(directory), device=device, max_model_len=result.config.max_position_embeddings)
-        found = simple_evaluate(model=model, tasks=list(quality.lm_eval), limit=quality.limit, bootstrap_iters=0)
+        found = simple_evaluate(
+            model=model, tasks=list(quality.lm_eval), limit=quality.limit, bootstrap_iters=0,
+            task_manager=TaskManager(include_path=quality.include_path),
+        )  # fmt: skip
     numbers = {}
     for task, metrics in (found or {"results": {}})["results"].items():
         for name, value in metrics.items():
-            if isinstance(value, (int, float)) and "stderr" not in name:
+            metric, comma, _ = name.partition(",")  # and behind it the filter of answers
+            if comma and isinstance(value, (int, float)) and not metric.endswith("_stderr"):
                 numbers[f"{task} {name.removesuffix(',none')}"] = float(value)
     return numbers
