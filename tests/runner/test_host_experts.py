@@ -13,12 +13,13 @@ from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.moe import ExpertStack
+from deepseek_attn.kernels.moe import ExpertStack, moe_experts
 from deepseek_attn.layers.expert_memory import ExpertMemory
 from deepseek_attn.models.host_experts import ExpertFormat, ExpertRows, cached_experts, expert_formats
 from deepseek_attn.models.moe import Experts
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
+from tests.kernels.moe.moe_cases import make_case
 from tests.support.drafts import complete
 from tests.support.small_models import prompt, two_layers
 from tests.support.tiers import tiered
@@ -199,3 +200,37 @@ def test_the_same_bits_on_a_gpu(device, preset):
                     for got, logits in zip(runner.score(texts, chunk_size), whole, strict=True):
                         assert torch.equal(got, logits)
                 assert [generated(runner, drafts) for drafts in (0, 1)] == texts_expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [3, 40])
+def test_layers_in_one_graph(device, T):
+    """Copies ahead run on a stream of their own inside a graph, too, and rows of an area are not overwritten in use."""
+    cases = [make_case(T, 384, 128, 9, 3, "plain", device=device) for _ in range(5)]
+    host = [tuple(ExpertStack(part.weight.cpu().pin_memory()) for part in case[3:]) for case in cases]
+    budget = sum(form.held(3) for form, _ in expert_formats(host))
+    rows = ExpertRows.of(host, device, budget)
+    assert rows.cached == 3
+    x, weights = cases[0].x, cases[0].weights
+    experts = torch.stack([case.experts for case in cases])
+
+    def compute():
+        rows.begin(experts[0].numel())
+        outputs = [
+            moe_experts(x, ids, weights, *layer.stacks, 4.0, slots=layer.find(ids))
+            for ids, layer in zip(experts, rows.layers, strict=True)
+        ]
+        rows.end()
+        return outputs
+
+    compute()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = compute()
+    for _ in range(10):
+        experts.copy_(torch.rand(5, T, 9, device=device).topk(3).indices)
+        expected = [moe_experts(x, ids, weights, *case[3:], 4.0) for ids, case in zip(experts, cases, strict=True)]
+        graph.replay()
+        assert all(map(torch.equal, outputs, expected))
+        assert all(map(torch.equal, compute(), expected))
