@@ -25,6 +25,7 @@ class DeepseekV41Block(Block):
     """Attention and MoE, each on an input collapsed with the weights of the sublayer before (`hc_delayed`)."""
 
     attention_class = DeepseekV41MLAAttention
+    attn: DeepseekV41MLAAttention
 
     def __init__(self, context: BuildContext[DeepseekV41Config], spec: V41LayerSpec, attention_only: bool = False):
         super().__init__(context, spec, attention_only)

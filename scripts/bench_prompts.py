@@ -67,7 +67,7 @@ def shared_experts():
             super().__init__(*args, **options)
             first.append(self.experts)
             if len(first) > 1:
-                self.experts = BorrowedExperts(self.experts, first[0])
+                self.add_module("experts", BorrowedExperts(first.pop(), first[0]))
 
     own = DeepseekV41Block.experts_class
     DeepseekV41Block.experts_class = Shared
@@ -133,7 +133,7 @@ def main() -> None:
     runner = make_runner(args)
     loaded = time.perf_counter() - started
     modes, draw, found = modes_of(runner), random.Random(0), []
-    rows = [part.reach + 1 for part in modes["trailing"].parts]
+    rows = [part.reach + 1 for part in runner.trailing.parts] if runner.trailing else []
     print(f"{runner}, loaded in {loaded:.0f} s; rows of upper layers: {rows}")
     print(f"{'tokens':>8} {'mode':<12}{'s':>9}{'of full':>9}{'error':>10}{'rounding':>10}{'equal tokens':>14}")
     for length in args.lengths:

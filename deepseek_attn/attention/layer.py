@@ -216,8 +216,8 @@ class DeepseekV4MLAAttention(CheckpointModule):
         qr, kv = self.insert(inputs, positions, step, qr_fp8)
         with stage("project"):
             # without a name, projections are freed before attention takes memory: they are as large as the queries
-            queries = self.queries(QueryProjections(*multi_linear(qr, linears, qr_fp8)), inputs, positions)
-        return self.attend(queries, kv, positions, step)
+            query = self.queries(QueryProjections(*multi_linear(qr, linears, qr_fp8)), inputs.index_weights, positions)
+        return self.attend(query, kv, positions, step)
 
     def attend(self, queries: LayerQueries, kv: Tensor, positions: Tensor, step: StepMetadata) -> Tensor:
         """Selects entries, attends, and projects the output: ``[T, hidden_size]``."""
@@ -285,13 +285,13 @@ class DeepseekV4MLAAttention(CheckpointModule):
         """Projected queries ``[T, num_heads * head_dim]`` as the ops take them, padded to ``padded_heads``."""
         return RawQueries(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
 
-    def queries(self, projected: QueryProjections, inputs: InputProjections, positions: Tensor) -> LayerQueries:
-        """Queries of attention, and of the indexer if it has to select entries.
+    def queries(self, projected: QueryProjections, weights: Tensor | None, positions: Tensor) -> LayerQueries:
+        """Queries of attention, and of the indexer, with ``weights`` of its heads, if it has to select entries.
 
         One launch norms and rotates both. Without index queries, the impl norms and rotates the queries of attention.
         """
         raw, q, index = self.raw_queries(projected.q, positions), None, None
-        if self.indexer is not None and projected.index_q is not None and inputs.index_weights is not None:
-            q, index = queries(raw, self.indexer.query_rows(projected.index_q, inputs.index_weights, positions))
+        if self.indexer is not None and projected.index_q is not None and weights is not None:
+            q, index = queries(raw, self.indexer.query_rows(projected.index_q, weights, positions))
             raw = raw._replace(q=q.flatten(1))  # see `AttentionQueries`: frees the projections
         return LayerQueries(raw, q, index)

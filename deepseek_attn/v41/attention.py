@@ -107,11 +107,11 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
         self.step = step = trailing.begin(step.results)
         if qr_fp8 is not None and trailing.rows is not None:
             qr_fp8 = qr_fp8.take(trailing.rows)
-        qr, kv, positions, weights = trailing.take(qr), trailing.take(kv), step.positions, inputs.index_weights
-        inputs = V41Projections(qr, kv, [], None if weights is None else trailing.take(weights))
+        weights = None if inputs.index_weights is None else trailing.take(inputs.index_weights)
+        qr, kv, positions = trailing.take(qr), trailing.take(kv), step.positions
         linears = query_linears(self.wq_b, self.indexer, step)
         with stage("project"):
-            queries = self.queries(QueryProjections(*multi_linear(qr, linears, qr_fp8)), inputs, positions)
+            queries = self.queries(QueryProjections(*multi_linear(qr, linears, qr_fp8)), weights, positions)
         return self.attend(queries, kv, positions, step)
 
     def check_sources(self, step: StepMetadata) -> None:

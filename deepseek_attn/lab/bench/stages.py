@@ -102,7 +102,7 @@ def _attention(attn: nn.Module, x: torch.Tensor, step: StepMetadata) -> torch.Te
 
 def _first_attention(
     attn: nn.Module, outer: StepMetadata, trailing: TrailingStep, x: torch.Tensor, step: StepMetadata
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """The attention of the first layer with fewer rows ``x [T', hidden_size]``, which are repeated for keys of all."""
     if isinstance(attn, DeepseekV41MLAAttention) and trailing.queries_only:
         return attn.forward_trailing(
