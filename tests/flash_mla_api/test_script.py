@@ -121,6 +121,7 @@ def run(checkout: Path, *options: str) -> tuple[int, list[str], dict]:
     return done.returncode, lines, json.loads(lines[-1])
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_case_is_shown(checkout):
     """Every sixth case: the first, and the only wrong one."""
     status, lines, last = run(checkout, "--slice", "0/6")
