@@ -373,7 +373,7 @@ def test_a_system_message_is_written_into_the_messages(command, capsys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_again_and_again(command, number):
     """A process that a signal ends at random times loses no line, and the lines of all runs are those of one."""
     write_prompts("prompts", [f"prompt number {i}" for i in range(40)])

@@ -221,7 +221,7 @@ def scripted(monkeypatch):
     def script(*replies) -> list[str]:
         left = list(replies)
 
-        def stream(self, prompt, params, *, progress=False):
+        def stream(self, prompt, params, **options):
             prompts.append(self.tokenizer.decode(prompt))
             params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
             request = Request.create(self.runner, self.tokenizer, prompt, params)

@@ -65,7 +65,7 @@ def runner_of(device: torch.device, family: str, numerics: str, deterministic: b
 
 def prompts_of(runner: ModelRunner, longest: int = 34) -> list[list[int]]:
     """Nine prompts; the first of ``longest`` tokens where they are computed one by one."""
-    lengths = (longest, 7, 2, 1, 1, 5, 3, 1, 4) if runner.graph_problem else (700, 130, 61, 33, 9, 7, 3, 2, 1)
+    lengths = (longest, 7, 2, 1, 1, 5, 3, 1, 4) if runner.graph_problem else (300, 130, 61, 33, 9, 7, 3, 2, 1)
     return [prompt(runner.config, n, seed) for seed, n in enumerate(lengths)]
 
 

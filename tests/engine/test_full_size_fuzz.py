@@ -54,7 +54,7 @@ class Size(NamedTuple):
 
 def small() -> Size:
     """For a CPU."""
-    configs = {"v4": two_layers(), "v32": ModelConfig.from_preset("tiny_v32")}
+    configs = {"v4": two_layers(), "v32": ModelConfig.from_preset("tiny_v32").replace(num_hidden_layers=3)}
     return Size(configs, requests=16, longest=1200, chunk=200, greedy=0.8)
 
 

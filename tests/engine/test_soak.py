@@ -10,7 +10,7 @@ from deepseek_attn.lab.bench.engine import cut_config
 from tests.engine.soak import Soak, growth, make_runners, small_models
 from tests.support.tiers import tiered
 
-CASES = [("v4", 1, 50), ("v32", 0, 50), ("v4", 2, 900), ("v32", 1, 600)]
+CASES = [("v4", 1, 50), ("v32", 0, 50), ("v4", 2, 700), ("v32", 1, 510)]
 
 
 @pytest.fixture(autouse=True)

@@ -24,10 +24,15 @@ def files() -> list[Path]:
     return [file for folder in FOLDERS for file in sorted(folder.rglob("*.py"))]
 
 
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def identifiers(source: str) -> set[str]:
     """Every name that a source defines or uses."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         for field in ("id", "attr", "arg", "name", "module"):
             value = getattr(node, field, None)
             if isinstance(value, str):
@@ -45,7 +50,7 @@ def known() -> set[str]:
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
     """(line, text) of each docstring and comment."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text is not None:

@@ -26,7 +26,7 @@ COMMANDS = {
     "make-checkpoint --config tiny_v41 --out DIR/other": "817 tensors",
 }
 REFUSED = {
-    "train --config tiny_v41": "only DeepSeek-V4 has a differentiable path",
+    "train --config tiny_v41": "DSpark drafters are not trained",
     f"generate --model DIR {TOKENS} --speculate 6": "dspark_block_size 5 is the most",
     "score --mtp --model DIR --token-ids DIR/ids.json --out DIR/drafts.safetensors": "the drafter is DSpark",
 }
@@ -48,7 +48,7 @@ def test_commands_that_run(line, checkpoint, capsys):
     assert COMMANDS[line] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", tiered(list(REFUSED), ["train --config tiny_v41"]))
+@pytest.mark.parametrize("line", tiered(list(REFUSED), [line for line in REFUSED if "--speculate" in line]))
 def test_commands_that_are_refused(line, checkpoint, capsys):
     assert main([word.replace("DIR", checkpoint) for word in line.split()]) == 2
     message = capsys.readouterr().err
