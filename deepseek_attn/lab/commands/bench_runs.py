@@ -19,6 +19,7 @@ from deepseek_attn.cli.load_report import show_report
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.options import pick_device
+from deepseek_attn.engine.structured import import_llguidance
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.lab.bench.engine import DecodingVariant, cut_config, random_prompts, text_prompts, time_engine
 from deepseek_attn.lab.bench.layer import fill_caches, time_layer
@@ -202,6 +203,8 @@ def run_tune(args: argparse.Namespace) -> None:
 
 def run_engine(args: argparse.Namespace) -> None:
     """Times greedy decoding of an engine in each of the ways, at all batch sizes."""
+    if args.structured:
+        import_llguidance()  # a missing extra is named before the model is loaded
     runner = engine_runner(args, checkpoint_to_time(args))
     show_report(runner, args)
     drafts = [n for n in args.drafts if n > 0]

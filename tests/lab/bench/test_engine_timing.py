@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 
 import pytest
@@ -156,6 +157,13 @@ def test_command_with_log_probabilities_and_structure(capsys):
     assert [(row["logprobs"], row["structured"]) for row in rows] == [(None, False), (3, False), (None, True)]
     assert rows[1]["same_text"] == 1 > rows[2]["same_text"]
     assert rows[2]["speedup"] == pytest.approx(rows[2]["tokens_per_second"] / rows[0]["tokens_per_second"])
+
+
+@pytest.mark.parametrize("what", ["engine --model tiny --structured", "structured --vocab 2000"])
+def test_without_llguidance_there_is_a_message(monkeypatch, capsys, what):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert main(["bench", *what.split(), "--device", "cpu"]) == 2
+    assert "pip install 'deepseek-attn[structured]'" in capsys.readouterr().err
 
 
 def test_masks_of_structures(capsys):
