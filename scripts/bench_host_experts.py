@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.moe import ExpertStack, fetch_experts, moe_experts, plan
 from deepseek_attn.kernels.moe.types import expert_parts
 from deepseek_attn.lab.bench.layer import reserved_sequences
+from deepseek_attn.layers import experts
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.models.host_experts import ExpertRows
 from deepseek_attn.models.moe import Gate
@@ -160,13 +161,7 @@ class Bench:
         return self.rate
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self.device.type != "cuda":
-            return torch.zeros(shape, dtype=dtype, device="cpu")
-        try:
-            return pinned_empty(shape, dtype)
-        except Exception as error:
-            say(f"  pinned_empty failed ({error}): memory of torch's allocator instead")
-            return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
+        return pinned(shape, dtype) if self.device.type == "cuda" else torch.zeros(shape, dtype=dtype, device="cpu")
 
     def host_layer(self, E: int, D: int, inner: int) -> tuple[ExpertStack, ExpertStack, ExpertStack]:
         """One layer of random FP4 experts in pinned memory."""
@@ -386,6 +381,15 @@ class Bench:
         return results
 
 
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Pinned memory as the library allocates it, or torch's where the driver locks no memory of others."""
+    try:
+        return pinned_empty(shape, dtype)
+    except Exception as error:
+        say(f"  pinned_empty failed ({error}): memory of torch's allocator instead")
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+
+
 @contextmanager
 def shared_experts(layers: int) -> Iterator[None]:
     """While a model is loaded, its layers share the experts of the first ``layers``, which alone are loaded.
@@ -409,10 +413,12 @@ def shared_experts(layers: int) -> Iterator[None]:
             self.weight, self.scale, self.exponent = of.weight, of.scale, of.exponent
 
     ExpertLinear._load_expert, build.available_memory = load_or_share, lambda: 1 << 50
+    experts.pinned_empty = pinned
     try:
         yield
     finally:
         ExpertLinear._load_expert, build.available_memory = load, available
+        experts.pinned_empty = pinned_empty
 
 
 @contextmanager
