@@ -11,7 +11,7 @@ Behind these rows are two areas of E - S rows, which layers use in turn, for exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -231,11 +231,13 @@ def expert_formats(stacks: Sequence[Stacks]) -> list[tuple[ExpertFormat, list[in
 def _empty_rows(stacks: Stacks, rows: int, device: torch.device) -> Stacks:
     """Stacks of ``rows`` experts like those in host memory."""
 
-    def make(parts: ExpertStack) -> Iterator[Tensor | None]:
-        for part in parts:
-            yield None if part is None else torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device=device)
+    def empty(part: Tensor) -> Tensor:
+        return torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device=device)
 
-    w1, w3, w2 = (ExpertStack(*make(stack)) for stack in stacks)
+    w1, w3, w2 = (
+        ExpertStack(empty(weight), *(None if part is None else empty(part) for part in others))
+        for weight, *others in stacks
+    )
     return w1, w3, w2
 
 

@@ -56,7 +56,7 @@ STEPS, SECONDS = 150, 2.5  # of a routing before it is timed, and as often while
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=Path(__file__).name, description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog=Path(__file__).name, description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="v4_flash", help="a preset (default: v4_flash)")
     parser.add_argument("--parts", default="copies,experts,model")
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16])
@@ -217,7 +217,7 @@ class Bench:
         """Medians of steps under a routing: seconds, experts copied, share of the needed ones that were there."""
         E = len(rows.layers[0].state.row)
         moved = [layer.state.num_moves for layer in rows.layers[:layers]]
-        drawn = self.routings(kind, layers, *ids.shape[1:], E)
+        drawn = self.routings(kind, layers, ids.shape[1], ids.shape[2], E)
         deadline, number = time.perf_counter() + self.args.seconds, 0
         while number < STEPS and time.perf_counter() < deadline:
             ids.copy_(next(drawn))
@@ -400,14 +400,14 @@ def shared_experts(layers: int) -> Iterator[None]:
     loaded: dict[tuple[int, ...], list[ExpertLinear]] = {}
     sharing: dict[int, ExpertLinear] = {}
 
-    def load_or_share(self: ExpertLinear, index: int, *args: Any) -> None:
+    def load_or_share(self: ExpertLinear, index: int, weight: Tensor, scale: Tensor | None) -> None:
         own = loaded.setdefault((self.experts, self.out_features, self.in_features), [])
         # w1 and w3 have one shape
         most = layers * (2 if self.out_features < self.in_features else 1)
         if any(linear is self for linear in own) or (id(self) not in sharing and len(own) < most):
             if not any(linear is self for linear in own):
                 own.append(self)
-            load(self, index, *args)
+            load(self, index, weight, scale)
         elif id(self) not in sharing:
             sharing[id(self)] = of = own[len(sharing) % len(own)]
             self.weight, self.scale, self.exponent = of.weight, of.scale, of.exponent
