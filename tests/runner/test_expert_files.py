@@ -1,15 +1,18 @@
 """Routed experts that are read as steps need them: the same bits as all resident, whatever the cache holds."""
 
 import gc
+import re
 import threading
 from concurrent.futures import Future
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
-from deepseek_attn import LLM, SamplingParams
+from deepseek_attn import LLM, ModelRunner, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.layers import expert_files
 from deepseek_attn.layers.expert_files import ExpertFileCache
@@ -272,3 +275,27 @@ def test_a_step_that_needs_more_than_there_are_slots_reads_each_once():
     assert hits == 4
     assert len(read) == len(set(read)) < 8  # some of those in memory are still there when their turn comes
     assert set(read) >= {0, 1, 2, 3}
+
+
+def resident_memory() -> int:
+    """Bytes of this process in memory."""
+    return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def test_memory_is_bounded(tmp_path):
+    """Steps that read all of 100 MB of experts with a cache of 3 MB grow the process by a part of them."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc")
+    config = small_config([0, 4], n_routed_experts=32, vocab_size=300, moe_intermediate_size=4096, hidden_size=256)
+    source = RepeatingSource(config)
+    total = sum(info.nbytes for name, info in source.entries().items() if ".experts." in name)
+    path = write_checkpoint(source, config, tmp_path / "ckpt", num_shards=3)
+    del source
+    options = {"expert_memory": "disk", "expert_cache_bytes": 2 * one_of_each(RandomSource(config, 0))}
+    runner = ModelRunner.from_pretrained(path, numerics="official", **LIMITS | options)
+    runner.score([[1, 2]])
+    before = resident_memory()
+    for seed in range(2):
+        runner.score([prompt(config, 60, seed)])
+        assert resident_memory() - before < total // 3
+    assert runner.expert_files.stats.bytes_read > total

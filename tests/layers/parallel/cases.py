@@ -86,8 +86,16 @@ def scores(family: str, parallel: Parallel) -> dict:
     steps += [runner.step([(whole, n)], StepOptions(ends=(140,))).rows[0] for n in (110, 30)]  # V4.1: of trailing rows
     recorded, [records] = runner.score_records(texts[2:], runner.record_options(routes=True, selections=True))
     replayed = runner.score(texts[2:], replay=[records])
+    entries = RandomSource(config, 3).entries().items()
+    one = sum(info.nbytes for name, info in entries if ".experts.0." in name)
+    read = {"expert_memory": "disk", "expert_cache_bytes": 2 * one}
+    from_disk = ModelRunner.from_source(
+        config, RandomSource(config, 3), parallel=parallel, numerics="exact", **LIMITS | read
+    )
+    files, disk = from_disk.expert_files, from_disk.score([texts[1]], chunk_size=1)
     arrays = records.arrays | {"difference": (replayed[0] - recorded[0]).abs().max()}
-    return {"logits": logits, "drafts": drafts, "steps": steps, "records": arrays, "logprobs": logprobs}
+    experts = {"disk": disk, "experts": (files.slots, files.experts)}
+    return {"logits": logits, "drafts": drafts, "steps": steps, "records": arrays, "logprobs": logprobs} | experts
 
 
 def serving_logits(parallel: Parallel) -> list[torch.Tensor]:

@@ -92,6 +92,15 @@ def test_each_rank_has_the_records_of_all_experts(ranks, alone, family):
         assert_close(*weights, TOLERANCE)
 
 
+@pytest.mark.parametrize("family", list(cases.CONFIGS))
+def test_experts_from_the_checkpoint(ranks, alone, family):
+    """Each rank keeps some of its own experts; the bits are those with all of them resident."""
+    for rank in (alone, *ranks):
+        slots, experts = rank[family]["experts"]
+        assert slots < experts == alone[family]["experts"][1] // (1 if rank is alone else len(ranks))
+        assert torch.equal(rank[family]["disk"][0], rank[family]["steps"][0])
+
+
 def test_logits_of_quantised_weights(ranks, alone):
     """FP8 and FP4 weights stay what they are; roundings of activations to FP8 magnify the last bits."""
     for got, expected in zip(ranks[-1]["serving"], alone["serving"], strict=True):
