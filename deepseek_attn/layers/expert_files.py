@@ -37,9 +37,9 @@ class ExpertReaders:
 
 
 def count_uses(uses: dict[int, int], tokens: Mapping[int, int]) -> None:
-    """Updates decayed counts of use with the tokens of a step that use each expert, as `fetch_experts` does."""
+    """Updates decayed counts of use with the tokens of a step that use each expert, as `count_expert_uses` does."""
     for expert, count in uses.items():
-        uses[expert] = count - count // 256
+        uses[expert] = count - (count >> 6)
     for expert, count in tokens.items():
         uses[expert] += 4096 * min(count, 255)
 

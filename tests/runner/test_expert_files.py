@@ -14,6 +14,7 @@ from deepseek_attn import LLM, ModelRunner, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.checkpoint.source import CheckpointSource
+from deepseek_attn.kernels.moe import uses
 from deepseek_attn.layers import expert_files
 from deepseek_attn.layers.expert_files import ExpertFileCache
 from deepseek_attn.layers.expert_memory import ExpertStats
@@ -256,6 +257,17 @@ def test_least_used_experts_are_evicted_first():
     assert cache.held == [0, 2, 5]
     assert step(cache, readers, [1]) == (0, [1])
     assert cache.held == [1, 2, 5]
+
+
+def test_uses_are_counted_as_on_a_gpu():
+    """By the numbers of `count_expert_uses`, whose room this one cannot import."""
+    counts, expected = dict.fromkeys(range(3), 0), [0, 0, 0]
+    for tokens in ({0: 1}, {0: 300, 2: 2}, {}, {1: 7, 2: 255}):
+        expert_files.count_uses(counts, tokens)
+        seen = [min(tokens.get(expert, 0), uses.MAX_TOKENS) for expert in range(3)]
+        pairs = zip(expected, seen, strict=True)
+        expected = [before - (before >> uses.DECAY) + uses.USE * added for before, added in pairs]
+    assert list(counts.values()) == expected
 
 
 def test_equal_counts_evict_the_lowest_number():
