@@ -38,7 +38,7 @@ class FileExperts:
     def __init__(
         self,
         projections: Projections,
-        stacks: tuple[ExpertStack, ...],
+        stacks: tuple[ExpertStack, ExpertStack, ExpertStack],
         first: int,
         cached: int,
         staged: int,
@@ -95,12 +95,14 @@ class FileExperts:
     def _fill(self, row: int, parts: list[StoredPair]) -> None:
         """Launches copies of an expert to a row."""
         for linear, stack, pair in zip(self._projections, self.stacks, parts, strict=True):
-            weight, scale = linear.convert(*(None if part is None else _sent(part, self._device) for part in pair))
+            weight, scale = pair
+            weight = _sent(weight, self._device)
+            weight, scale = linear.convert(weight, None if scale is None else _sent(scale, self._device))
             exponent = None
             if stack.exponent is not None and scale is not None:
                 exponent, scale = linear.exponents(weight, scale)
             for target, part in zip(stack, (weight, scale, exponent), strict=True):
-                if target is not None:
+                if target is not None and part is not None:
                     target[row].copy_(part, non_blocking=True)
 
 
@@ -124,7 +126,7 @@ def keep_on_device(
         ValueError: the budget does not suffice for one expert of each layer, and the common area.
     """
     kinds: dict[Any, list[int]] = {}
-    templates = [[_template(linear) for linear in projections] for projections in layers]
+    templates = [(_template(w1), _template(w3), _template(w2)) for w1, w3, w2 in layers]
     for number, stacks in enumerate(templates):
         parts = tuple(None if part is None else (part.dtype, part.shape) for stack in stacks for part in stack)
         kinds.setdefault((layers[number][0].experts, parts), []).append(number)
@@ -149,7 +151,8 @@ def keep_on_device(
     made: dict[int, FileExperts] = {}
     for kind, found in kinds.items():
         own, rows = rows_of(kind, cached)
-        stacks = tuple(_empty_stack(rows, template, device) for template in templates[found[0]])
+        w1, w3, w2 = (_empty_stack(rows, template, device) for template in templates[found[0]])
+        stacks = w1, w3, w2
         for place, number in enumerate(found):
             made[number] = FileExperts(layers[number], stacks, place * own, own, len(found) * own, readers)
     return [made[number] for number in range(len(layers))], cached, held(cached)

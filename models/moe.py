@@ -216,14 +216,14 @@ class Experts(CheckpointModule):
         return self.w1, self.w3, self.w2
 
     @contextmanager
-    def _cached_stacks(self, experts: torch.Tensor) -> Iterator[list[ExpertStack]]:
+    def _cached_stacks(self, experts: torch.Tensor) -> Iterator[tuple[ExpertStack, ExpertStack, ExpertStack]]:
         """Stacks that read the experts of a step from the checkpoint's files as the op reaches them."""
         tokens = needed_experts(experts)
         caches = [linear.opened_cache for linear in self.projections]
         try:
             hits = [cache.begin(tokens) for cache in caches]
             caches[0].stats.count(hits[0], len(tokens))
-            yield [_lazy_stack(linear) for linear in self.projections]
+            yield _lazy_stack(self.w1), _lazy_stack(self.w3), _lazy_stack(self.w2)
         finally:
             for cache in caches:
                 cache.end()

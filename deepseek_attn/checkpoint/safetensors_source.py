@@ -214,7 +214,7 @@ class ShardFile:
         Raises:
             ValueError: the file cannot be read, or has become shorter.
         """
-        values = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        values = tensor.reshape(-1).view(torch.uint8).numpy().data
         while values:
             try:
                 count = self._read_some(values, start)

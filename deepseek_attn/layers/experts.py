@@ -125,7 +125,7 @@ class ExpertLinear(CheckpointModule):
         dense = torch.tensor(0x11, dtype=torch.uint8, device="cpu").expand(self.out_features, self.in_features // 2)
         for weight in self.unread.values():
             scale = weight.read_scale()
-            if row_exponents(dense, scale) is None and row_exponents(*weight()) is None:
+            if row_exponents(dense, scale) is None and row_exponents(weight()[0], scale) is None:
                 return False
         return True
 

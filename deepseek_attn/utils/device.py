@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -85,7 +85,8 @@ class PinnedMemory:
             "shape": (nbytes,), "typestr": "|u1", "data": (self._address, False), "version": 3
         }  # fmt: skip
         self._locked = False
-        error = int(torch.cuda.cudart().cudaHostRegister(self._address, nbytes, 1))  # 1: portable
+        driver: Any = torch.cuda.cudart()
+        error = int(driver.cudaHostRegister(self._address, nbytes, 1))  # 1: portable
         if error:
             raise ValueError(
                 f"CUDA cannot lock {nbytes:,} bytes of host memory (error {error}): raise the limit of locked memory "
@@ -95,7 +96,8 @@ class PinnedMemory:
 
     def __del__(self) -> None:
         if getattr(self, "_locked", False):
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            driver: Any = torch.cuda.cudart()
+            driver.cudaHostUnregister(self._address)
 
 
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
