@@ -19,7 +19,6 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from deepseek_attn.cli.generate import default_checkpoint
@@ -207,7 +206,7 @@ def make_app(llm: LLM, name: str) -> Starlette:
 def main() -> int:
     parser = Parser(description="An OpenAI-compatible endpoint over one model: an example.")
     parser.add_argument("--model", metavar="DIR|ID", help="checkpoint (default: the small one in the package)")
-    parser.add_argument("--name", help="name of the model in requests (default: that of the folder, or the id)")
+    parser.add_argument("--name", help="name of the model in requests (default: --model)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     parser.add_argument("--port", type=integer, default=8000)
     parser.add_argument("--speculate", type=integer, default=0, metavar="N", help="draft tokens per step")
@@ -216,8 +215,7 @@ def main() -> int:
     try:
         check_bounds(args)
         with LLM(args.model or default_checkpoint(), speculate=args.speculate, **runner_options(args)) as llm:
-            hub = args.model is not None and not Path(args.model).exists()
-            app = make_app(llm, str(args.name or (args.model if hub else llm.directory.name)))
+            app = make_app(llm, args.name or args.model or llm.directory.name)
             uvicorn.run(app, host=args.host, port=args.port)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
