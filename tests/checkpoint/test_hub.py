@@ -213,6 +213,7 @@ def test_no_such_repository(hub):
         LLM("org/none", **OPTIONS)
 
 
+@pytest.mark.gpu_memory(5)
 @pytest.mark.parametrize(
     ("command", "said"),
     [

@@ -155,6 +155,7 @@ def test_inspect(checkpoint, place, capsys, flags, message):
     assert message in refused(capsys, place, "inspect", "--model", str(checkpoint), *flags)
 
 
+@pytest.mark.gpu_memory(5)
 @pytest.mark.parametrize(
     ("command", "message"),
     [

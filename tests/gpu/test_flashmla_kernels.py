@@ -76,6 +76,7 @@ DECODE |= {
 SMALL = ["window, 1 heads", "window + 7 entries, 8 heads", "window + entries in pages of 2, 64 heads"]
 
 
+@pytest.mark.gpu_memory(5)
 @pytest.mark.parametrize("name", on_cpu_too(DECODE, SMALL))
 def test_decode(report, checked, name):
     heads, T, pools = DECODE[name]

@@ -81,6 +81,7 @@ SMALL = {
 }
 
 
+@pytest.mark.gpu_memory(11)
 @pytest.mark.parametrize(("backend", "name"), on_backends(BACKENDS, LAYERS, ["short serving"], ["short"]))
 def test_layers(report, machine, backend, name, monkeypatch):
     run_layers((LAYERS | SMALL)[name], name, backend, machine, report, monkeypatch)

@@ -81,6 +81,7 @@ SMALL = {
 }
 
 
+@pytest.mark.gpu_memory(11)
 @pytest.mark.parametrize(("backend", "name"), on_backends(BACKENDS, CASES, SMALL))
 def test_layers(report, machine, backend, name, monkeypatch):
     run_layers((CASES | SMALL)[name], name, backend, machine, report, monkeypatch)

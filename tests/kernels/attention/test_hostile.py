@@ -295,6 +295,7 @@ CASES_OF_ROWS = [
 ROWS_ON_CPU = [case for case in CASES_OF_ROWS if case[1] in ("reference", "flashmla") and case[2] in SMALL_ROWS]
 
 
+@pytest.mark.gpu_memory(5)
 @pytest.mark.parametrize(("dim", "name", "case"), on_cpu_too(CASES_OF_ROWS, ROWS_ON_CPU))
 def test_rows(report: Report, place, dim, name, case):
     record, implementation = PlainRecord(dim), OF_ROWS[name]

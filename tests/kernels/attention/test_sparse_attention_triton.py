@@ -263,6 +263,7 @@ def test_keys_wider_than_values(gpu):
     check(got, reference.sparse_attention(q.float(), kv, indices, 0.07, None, lens, 512), LIMIT[q.dtype])
 
 
+@pytest.mark.gpu_memory(5)
 def test_pool_over_two_gib(gpu):
     pages = 61_000
     pools = [make_pool(V4, 9, 128, 64, pages), make_pool(V4, 9, 512, 64, pages)]

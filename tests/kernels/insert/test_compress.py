@@ -335,6 +335,7 @@ def test_stored_bytes_do_not_depend_on_the_cut(op, device):
     assert all(torch.equal(pool, pools[0]) for pool in pools[1:])
 
 
+@pytest.mark.gpu_memory(5)
 @pytest.mark.gpu
 def test_pages_over_two_gib(op, device):
     """Rings and entries whose byte offsets pass 2**31."""
