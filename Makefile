@@ -26,13 +26,13 @@ exhaustive: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m exhaustive
 
 # the tests on a GPU, whose memory GPU_WORKERS processes share. Its time is limited: interrupted, pytest still names what
-# failed. Kernels are compiled for the GPU at hand, and not for others as well.
+# failed. Kernels are compiled for the GPU at hand, and not for others as well; rooms that use no device are left out.
 GPU_WORKERS ?= 14
 GPU_SECONDS ?= 900
 test-gpu: $(READY)
 	DEEPSEEK_ATTN_TEST_DEVICE=cuda timeout --signal=INT --kill-after=60 $(GPU_SECONDS) \
 	    $(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal -p no:benchmark -k "not compil" \
-	    --ignore=tests/bare --ignore=tests/house $(GPU_TESTS)
+	    $(foreach room,bare house text config estimates utils,--ignore=tests/$(room)) $(GPU_TESTS)
 
 check: $(READY) $(LINKS)
 	$(BIN)/ruff check .
