@@ -535,6 +535,40 @@ def test_drafts(snapshots):
     assert stats[0][1] > 0
 
 
+@pytest.mark.parametrize("seed", tiered(range(10), [8]))
+def test_requests_in_any_order(seed):
+    """Prompts that share beginnings, arrive and are preempted at random, with snapshots, drafts and small steps."""
+    draw, config, source = random.Random(seed), tiny(), DraftedSource(tiny(), 1)
+    stems = [prompt(config, draw.randint(60, 150), 100 * seed + i) for i in range(2)]
+    prompts = []
+    for i in range(6):
+        stem, more = draw.choice(stems), draw.choice([1, 20, 36, 37, 38, draw.randint(1, 90)])
+        prompts.append(stem[: draw.choice([len(stem), draw.randint(1, len(stem))])] + prompt(config, more, 9000 + i))
+    asked = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    params = [SamplingParams(**asked, prompt_logprobs=0 if draw.random() < 0.2 else None) for _ in prompts]
+    limits = {"max_model_len": 260, "max_num_batched_tokens": draw.choice([17, 64, 100]), "max_num_seqs": 4}
+    limits |= {"max_snapshots": draw.choice([0, 2, 8]), "max_rollback": draw.choice([1, 5, 16])}
+    runner = strict(make_runner(config, source, **limits))
+    speculates = limits["max_rollback"] > 1 and draw.random() < 0.5
+    engine = Engine(runner, decoder=MTPSpeculation(runner, 4) if speculates else None)
+    requests, waiting = {}, draw.sample(range(6), 6)
+    while waiting or engine.has_unfinished:
+        if waiting and draw.random() < 0.5:
+            number = waiting.pop()
+            requests[number] = engine.add_request(prompts[number], params[number])
+        if engine.has_unfinished:
+            engine.step()
+        if len(engine.scheduler.running) > 1 and draw.random() < 0.15:
+            engine.scheduler.preempt(draw.choice(engine.scheduler.running), engine.last_step)
+    reference = full(make_runner(config, source, **limits | {"max_snapshots": 0}))
+    for i, tokens in enumerate(prompts):
+        completion, found = requests[i].completion(), list(tokens)
+        assert completion.error is None
+        for logits in reference.score([tokens + completion.token_ids])[0][len(tokens) - 1 : -1]:
+            found.append(int(logits.argmax()))
+        assert found == tokens + completion.token_ids, i
+
+
 @pytest.mark.parametrize("numerics", tiered(["official", "serving"], ["serving"]))
 def test_quantised_numerics(numerics):
     """In deterministic steps the same bits; poisoned caches would show in them."""
