@@ -170,7 +170,7 @@ def test_experts_of_two_formats():
 def test_checkpoint_that_changes_while_it_is_used(tmp_path):
     config = v4()
     path = write_checkpoint(RandomSource(config, 1), config, tmp_path / "ckpt", num_shards=2)
-    llm = on_disk(path, 1)
+    llm = on_disk(path, 8)
     params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
     expected = llm.generate([[1, 2, 3]], params)[0].token_ids
     shards = sorted(path.glob("*.safetensors"))
@@ -181,6 +181,7 @@ def test_checkpoint_that_changes_while_it_is_used(tmp_path):
     assert failed.finish_reason == "error"
     shards[0].write_bytes(whole)
     assert llm.generate([[1, 2, 3]], params)[0].token_ids == expected
+    assert llm.generate([[4, 5, 6, 7]], params)[0].finish_reason == "length"  # no failed read was kept
     llm.close()
 
 
