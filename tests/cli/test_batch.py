@@ -192,6 +192,7 @@ def test_a_producer_that_waits_for_each_answer(command, whole, monkeypatch, resu
     command[command.index("prompts")] = "-"
     assert main([*command, "--resume"]) == 1
     producer.join()
+    assert waited
     assert all(waited)
     assert by_index(lines_of()) == by_index(whole)
     sys.stdin.close()

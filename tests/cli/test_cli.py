@@ -122,6 +122,7 @@ def test_scores_with_the_records_of_another_run(checkpoint, tmp_path):
     code, out = score(checkpoint, tmp_path, lists, "--replay", records)
     assert code == 0
     again = load_file(out)
+    assert own
     assert all(torch.equal(own[name], again[name]) for name in own)
     changed.save(f"{records}/0.safetensors")
     code, out = score(checkpoint, tmp_path, lists, "--replay", records)

@@ -428,6 +428,7 @@ def test_a_store_holds_no_more_than_a_block(tmp_path):
     rows = runner.score_records([prompt(9)], options)[1][0]
     for start in range(0, 900, 9):
         store.put(start, rows)
+    assert store._memory
     assert all(not len(array) for array in store._memory.values())
     found = store.finish(895)
     assert len(found) == 895

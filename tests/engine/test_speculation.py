@@ -41,7 +41,8 @@ def config_of(preset: str) -> AnyConfig:
     tiny = two_layers()
     if preset == "tiny":
         return tiny
-    return tiny.replace(**DSPARK_KEYS | {"compress_ratios": [*tiny.compress_ratios, 0, 0]})
+    schedule = {"compress_ratios": [*tiny.compress_ratios, 0, 0], "dspark_target_layer_ids": [0, 1]}
+    return tiny.replace(**DSPARK_KEYS | schedule)
 
 
 @lru_cache(maxsize=2)

@@ -146,6 +146,7 @@ def test_rows_of_a_running_engine(preset, drafts, monkeypatch):
     rows.steps.clear()
     while engine.has_unfinished:
         engine.step()
+    assert rows.steps
     assert all(not prefills for _, prefills, _ in rows.steps)
     assert rows.gathers == 0
     assert [request.finish_reason for request in [*first, second]] == ["length"] * 3

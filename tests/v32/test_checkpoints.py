@@ -115,7 +115,9 @@ def test_a_layer_past_the_last_is_no_decoder_layer():
     source = RandomSource(config, 0)
     runner = make_runner(config.replace(num_nextn_predict_layers=0), source)
     assert list(runner.model.layers) == ["0", "1"]
-    assert all(name.startswith("mtp.0.") for names in runner.report.ignored.values() for name in names)
+    ignored = [name for names in runner.report.ignored.values() for name in names]
+    assert ignored
+    assert all(name.startswith("mtp.0.") for name in ignored)
     tokens = prompt(config, 30)
     assert torch.equal(runner.score([tokens])[0], make_runner(config, source).score([tokens])[0])
 
@@ -128,6 +130,7 @@ def test_some_layers_or_their_attention_only():
     assert {pool.spec.layer for pool in runner.pools} == {"layers.1"}
     assert runner.score([prompt(config, 20)])[0].isfinite().all()
     runner = make_runner(config, source, layers=[0], attention_only=True)
+    assert runner.report.loaded
     assert all(name.startswith("layers.0.attn") for name in runner.report.loaded)
 
 
