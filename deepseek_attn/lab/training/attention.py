@@ -113,14 +113,14 @@ def precision(device: torch.device, dtype: torch.dtype) -> AbstractContextManage
     return torch.autocast(device.type, dtype, cache_enabled=False)
 
 
-class TrainedAttention(DeepseekV4MLAAttention):
-    """The layer with gradients. Operations that V4 computes in float32 stay float32 under any ``product_dtype``.
+class MixedPrecision:
+    """Modules whose matrix products are in ``product_dtype``, with float32 weights."""
 
-    Attributes:
-        product_dtype: of matrix products.
-    """
+    product_dtype: torch.dtype = torch.float32
 
-    product_dtype = torch.float32
+
+class TrainedAttention(MixedPrecision, DeepseekV4MLAAttention):
+    """The layer with gradients. Operations that V4 computes in float32 stay float32 under any ``product_dtype``."""
 
     def forward(self, x: Tensor, positions: Tensor, step: WholeSequences) -> Tensor:
         """Normed ``x [B * S, hidden_size]`` -> ``[B * S, hidden_size]``."""

@@ -66,7 +66,7 @@ class DraftModel(nn.Module):
             for draft in range(depth):
                 before = shifted(streams) if draft else streams
                 streams = layer.draft(before.flatten(0, 1), embedded, next_ids, positions, step)
-                logits.append(step.rows(F.linear(collapse_streams(layer, streams, model.config), head)))
+                logits.append(step.rows(F.linear(collapse_streams(layer, streams, layer.config), head)))
                 streams = step.rows(streams)
                 loads.append(layer.ffn.load)
         return Drafts(dense.logits, logits, torch.stack(loads).mean(0, keepdim=True))

@@ -9,16 +9,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.kernels.moe import swiglu
-from deepseek_attn.lab.training.attention import Reading, TrainedAttention, WholeSequences, mix_bits, precision
+from deepseek_attn.lab.training.attention import (
+    MixedPrecision,
+    Reading,
+    TrainedAttention,
+    WholeSequences,
+    mix_bits,
+    precision,
+)
 from deepseek_attn.models.block import Backbone, Block
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.models.mtp import MTPLayer
 
 
-class TrainedMoE(MoE):
+class TrainedMoE(MixedPrecision, MoE):
     """The experts with gradients: every expert computes every token, with weight 0 where it was not chosen.
 
     For the few, narrow experts of a small model, three plain matrix products are faster than sorting tokens by expert.
@@ -26,11 +35,9 @@ class TrainedMoE(MoE):
     its plain torch takes the weights of few tokens as Python numbers, through which no gradient passes.
 
     Attributes:
-        product_dtype: of matrix products.
         load: float32 ``[experts]``, the share of tokens that each expert got in the last call.
     """
 
-    product_dtype = torch.float32
     load: torch.Tensor
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -67,8 +74,18 @@ class TrainedModel(DeepseekV4):
     block_class = TrainedBlock
     mtp_class = TrainedMTPLayer
 
-    def ngrams(self, token_ids: torch.Tensor) -> None:
-        """V4 has no n-gram memory."""
+
+def ngrams_of(config: AnyConfig, token_ids: torch.Tensor) -> torch.Tensor | None:
+    """Int64 ``[B * S, n]`` of ``token_ids [B, S]``, for V4.1's n-gram memory; None without one.
+
+    Each token and those before it, which are their own numbers, as in a checkpoint without a tokenizer.
+    """
+    if not isinstance(config, DeepseekV41Config) or config.engram is None:
+        return None
+    count, longest = config.engram.engram_compressed_vocab_size, config.engram.engram_max_ngram_size
+    numbers, pad = token_ids % count, config.engram.engram_pad_token_id % count
+    parts = [F.pad(numbers, (shift, 0), value=pad)[:, : token_ids.shape[1]] for shift in range(longest)]
+    return torch.stack(parts, -1).flatten(0, 1)
 
 
 class Dense(NamedTuple):
@@ -104,7 +121,7 @@ class DenseModel(nn.Module):
         super().__init__()
         self.model, self.selection, self.seed = model, selection, seed
         for module in model.modules():
-            if hasattr(module, "product_dtype"):
+            if isinstance(module, MixedPrecision):
                 module.product_dtype = dtype
 
     def forward(
@@ -116,14 +133,16 @@ class DenseModel(nn.Module):
             select: read the entries that are selected; otherwise all of them.
             observer: see `WholeSequences`.
         """
+        size, length = token_ids.shape
         step = WholeSequences(
-            *token_ids.shape,
+            size,
+            length,
             token_ids.device,
             select=self.selection if select else "all",
             trains_index=self.selection == "learned",
             noise=mix_bits(mix_bits(token_ids + self.seed * 7919).cumsum(1)) if self.selection == "random" else None,
             observer=observer,
-            ngrams=self.model.ngrams(token_ids),
+            ngrams=ngrams_of(self.model.config, token_ids),
         )
         with reference_ops():
             streams = self.model(token_ids.flatten(), step.positions, step)

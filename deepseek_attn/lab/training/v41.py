@@ -18,6 +18,7 @@ from deepseek_attn.kernels.engram import gate_streams, hash_rows
 from deepseek_attn.kernels.indexer import index_query
 from deepseek_attn.kernels.insert.reference import pool_windows
 from deepseek_attn.lab.training.attention import (
+    MixedPrecision,
     SharedEntries,
     TrainedAttention,
     VisibleKeys,
@@ -139,10 +140,11 @@ class MemoryTable(CheckpointModule):
         self.declare("weight", shape, torch.float32)
 
 
-class TrainedEngram(Engram):
+class TrainedEngram(MixedPrecision, Engram):
     """The n-gram memory with gradients to its table, which has to be small: `layers.engram` leaves it in files."""
 
-    product_dtype = torch.float32
+    multipliers: Tensor
+    primes: Tensor
 
     def __init__(self, engram: EngramConfig, context: BuildContext[DeepseekV41Config], spec: V41LayerSpec):
         config, device = context.config, context.device
@@ -186,17 +188,3 @@ class TrainedV41(DeepseekV41):
     """The model with gradients: the step of a call is `WholeSequences`."""
 
     block_class = TrainedV41Block
-
-    def ngrams(self, token_ids: Tensor) -> Tensor | None:
-        """Int64 ``[B * S, n]`` of ``token_ids [B, S]``: each token and those before it; None without a memory.
-
-        Tokens are their own numbers, as in a checkpoint without a tokenizer.
-        """
-        engram = self.config.engram
-        if engram is None:
-            return None
-        numbers = token_ids % engram.engram_compressed_vocab_size
-        pad = engram.engram_pad_token_id % engram.engram_compressed_vocab_size
-        shifts = range(engram.engram_max_ngram_size)
-        parts = [F.pad(numbers, (shift, 0), value=pad)[:, : token_ids.shape[1]] for shift in shifts]
-        return torch.stack(parts, -1).flatten(0, 1)

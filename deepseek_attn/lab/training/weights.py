@@ -53,10 +53,11 @@ def build_model(
             f"num_nextn_predict_layers is {len(config.mtp_layers)}: only one MTP layer is trained, and it makes all "
             "drafts; use config.replace(num_nextn_predict_layers=1)"
         )
-    context = BuildContext(
-        config, get_numerics("exact"), torch.float32, device, DeepseekV4ReferenceSparseImpl, max_positions
-    )
-    model = TrainedV41(context) if isinstance(config, DeepseekV41Config) else TrainedModel(context)
+    numerics, impl = get_numerics("exact"), DeepseekV4ReferenceSparseImpl
+    if isinstance(config, DeepseekV41Config):
+        model = TrainedV41(BuildContext(config, numerics, torch.float32, device, impl, max_positions))
+    else:
+        model = TrainedModel(BuildContext(config, numerics, torch.float32, device, impl, max_positions))
     report = load_model(model, source, progress=False)
     if config.mtp_layers and not report.mtp_loaded:
         raise ValueError(

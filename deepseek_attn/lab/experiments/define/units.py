@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from deepseek_attn.config.model import LayerSpec, ModelConfig, preset_names
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.lab.experiments.define.files import digest_of, name_of
 from deepseek_attn.lab.experiments.define.settings import (
     CheckpointSettings,
@@ -183,7 +184,7 @@ def make_units(experiment: Experiment, device: str) -> list[Unit]:
     return sorted(units, key=lambda unit: not unit.alone)
 
 
-def layer_key(spec: LayerSpec, config: ModelConfig, variant: ModelVariant, preset: Numerics) -> str:
+def layer_key(spec: LayerSpec, config: DeepseekV4Base, variant: ModelVariant, preset: Numerics) -> str:
     """Names a kind of attention layer of ``variant``: layers of one key cost the same."""
     options = [f"w{config.sliding_window}", variant.numerics_from(preset).kv_record]
     options += [] if variant.numerics is None else [variant.numerics]

@@ -98,6 +98,13 @@ class ModelVariant:
             )
         return config
 
+    def v4_config(self, base: ModelConfig) -> ModelConfig:
+        """`config`; ValueError for a V4.1."""
+        config = self.config(base)
+        if not isinstance(config, ModelConfig):
+            raise ValueError(f"variant {self.name!r} is a V4.1: only V4's schedules are timed, and put on checkpoints")
+        return config
+
     def _changed_layers(self, ratios: list[int]) -> list[Mapping[str, Any]]:
         """The changes of each layer."""
         changes = self.layers or {}

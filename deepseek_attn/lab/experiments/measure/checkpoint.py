@@ -107,7 +107,7 @@ def measure_variant(
         As `measure_own`; or only a ``reason``, where the variant needs weights that cannot be derived.
     """
     base, source = open_source(settings)
-    config = variant.config(base)
+    config = variant.v4_config(base)
     if gained := gained_indexers(base, config):
         return {"reason": f"layers {gained} have no trained indexer in this checkpoint"}
     prompts = read_prompts(settings, base)

@@ -55,7 +55,7 @@ def chance_of(report: Report, name: str) -> float | None:
 
 def bound_of(report: Report, name: str) -> float | None:
     """The quality of dense attention; None if it was not measured."""
-    found = [quality_of(variant, name) for variant in report["variants"] if variant["attention"] == "dense"]
+    found = [quality_of(variant, name) for variant in report["variants"] if variant.get("attention") == "dense"]
     return next((quality["mean"] for quality in found if quality is not None), None)
 
 

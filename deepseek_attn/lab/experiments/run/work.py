@@ -80,11 +80,11 @@ class UnitWork:
                 config, numerics = variant.config(settings.model), variant.numerics_from(settings.numerics)
                 return count_costs(config, numerics, pick_dtype(None, device), settings.contexts, variant.dense)
             case LayerTimeJob(variant, settings, layer):
-                config, numerics = variant.config(settings.model), variant.numerics_from(settings.numerics)
+                config, numerics = variant.v4_config(settings.model), variant.numerics_from(settings.numerics)
                 return time_layer_kind(config, numerics, layer, settings, device, report)
             case ModelTimeJob(variant, settings, base):
                 numerics = variant.numerics_from(get_numerics("exact"))
-                return time_model(variant.config(base), numerics, settings, device, report)
+                return time_model(variant.v4_config(base), numerics, settings, device, report)
             case ReferenceJob(settings):
                 return measure_own(settings, device, records / "checkpoint")
             case CheckpointJob(variant, settings):
