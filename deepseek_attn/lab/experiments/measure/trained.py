@@ -247,7 +247,7 @@ def measure_lm_eval(result: TrainResult, job: TrainJob, quality: QualitySettings
         ValueError: the package lm-eval is not installed.
     """
     try:
-        from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+        from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]  # the extra lm-eval
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # the extra lm-eval
 
         from deepseek_attn.lab.lm_eval.model import DeepseekAttnLM
