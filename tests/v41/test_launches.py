@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
@@ -18,6 +19,7 @@ from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.model_runner import chunks_of
+from deepseek_attn.runner.trailing import SequenceRows
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.kernels.compiled_launches import CAPABILITIES
 from tests.support.small_models import prompt
@@ -30,6 +32,21 @@ V41 = {
 }  # fmt: skip
 GPUS = [(numerics, arch) for numerics in ("serving", "official") for arch in ("sm90", "sm80", "sm100")]
 OFFICIAL = {"attend_kernel", "gather_kernel", "grouped_product_kernel"}  # no kernel for Hopper takes groups of 32
+
+
+def trailing_prefill(runner: MetaRunner, rows: list[tuple[int, int]]) -> torch.Tensor:
+    """Hidden states of the rows of a step that the last layers compute, of requests (new tokens, length)."""
+    query_lens, seq_lens = (torch.tensor(part, dtype=torch.int64) for part in zip(*rows, strict=True))
+    tables = {group: torch.zeros(len(rows), 16, dtype=torch.int32) for group in runner.layout.pages}
+    batch = StepInput(query_lens, seq_lens, tables)
+    step = runner.builder.build(batch)
+    step.engram = runner.tables.blank(len(step.positions)) if runner.tables is not None else {}
+    plans = [SequenceRows(length - n, length, max(0, length - 11)) for n, length in rows]
+    lengths = runner.trailing.attach(step, batch, plans)
+    assert [part.window_starts is not None for part in step.parts()] == [False, False, True, True]
+    states = runner.model(torch.zeros(len(step.positions), dtype=torch.int64, device="meta"), step.positions, step)
+    assert len(states) == sum(lengths)
+    return states
 
 
 @pytest.mark.parametrize(("numerics", "arch"), tiered(GPUS, [("official", "sm90")]))
@@ -53,6 +70,8 @@ def test_no_step_waits_for_the_device(numerics, arch):
             steps.decode(StepSize(2, 1, 1024))
             decoded = {variant.name for variant in launches.variants.values()}
             steps.prefill([(1, 90), (40, 1000)])
+            states = trailing_prefill(runner, [(1, 90), (17, 900), (46, 1000)])
+    assert len(states) == 1 + 17 + 25
     assert decoded >= V41
     if numerics == "official":
         launched = {variant.name for variant in launches.variants.values()}
