@@ -104,6 +104,7 @@ def test_plan_of_a_cpu(capsys):
     assert "--expert-memory host" not in text
 
 
+@pytest.mark.exhaustive  # all layers of V4-Flash, twice
 def test_plan_of_a_gpu(capsys):
     """The rows of the GPU, all experts in host memory, and a host that is too small."""
     pytest.importorskip("triton")

@@ -231,6 +231,7 @@ def test_the_layer_suite_passes(package, kind, name):
     assert ("34 passed, 53 skipped" if kind == "impl" else "87 passed") in done.stdout
 
 
+@pytest.mark.exhaustive  # `test_testing` finds the same mistakes in this process
 def test_the_layer_suite_finds_a_mistake(package):
     """Of an impl that rounds decodes to 16 bits: of two tests the one with decodes fails, and says where."""
     selected = ("-k", "SWA and exact-float32 and chunks or SWA and exact-float32 and beside")
