@@ -51,6 +51,6 @@ def test_commands_that_run(line, checkpoint, capsys):
 @pytest.mark.parametrize("line", tiered(list(REFUSED), [line for line in REFUSED if "--speculate" in line]))
 def test_commands_that_are_refused(line, checkpoint, capsys):
     assert main([word.replace("DIR", checkpoint) for word in line.split()]) == 2
-    message = capsys.readouterr().err
+    *before, message = capsys.readouterr().err.splitlines()
     assert REFUSED[line] in message
-    assert message.count("\n") == 1
+    assert len(before) == line.startswith("train")  # the size of its text
