@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import rmtree
 
 from deepseek_attn.checkpoint.write import check_new_directory
 from deepseek_attn.config.options import pick_device
@@ -97,4 +98,7 @@ def run_experiment(
         pool = WorkerPool(task, folder / "logs", jobs, progress.running, finished, experiment.limit_s, until)
         for item in pool.run(work):
             outcome.paused += item.units if isinstance(item, Group) else (item,)
+    states = folder / "states"
+    if not any(path.is_file() for path in states.rglob("*")):
+        rmtree(states, ignore_errors=True)  # the folders of states that are removed
     return outcome

@@ -107,6 +107,7 @@ def test_a_run_of_some_minutes_says_what_is_left(tmp_path, capsys, monkeypatch):
     assert main(command) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["units"]["missing"] == []
+    assert not (tmp_path / "out" / "states").exists()
 
 
 def test_what_is_measured_of_a_model(whole, units):
