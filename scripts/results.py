@@ -442,24 +442,102 @@ def cold_start(data: Data) -> Subject:
     )
 
 
-def transformers(data: Data) -> Subject:
-    rows = [["threads", "prefill 1024, ms", "decode 64, ms"]]
+def other_programs(data: Data) -> Subject:
+    """On a CPU, beside transformers and fastllm."""
+    rows = [["beside", "threads", "prefill 1024, ms", "decode 64, ms"]]
     for run in data("cpu_transformers.json"):
         ours, theirs = run["seconds"]["deepseek-attn"], run["seconds"]["transformers"]
         both = {p: {"a": ours[p], "b": theirs[p]} for p in ("prefill", "decode")}
-        rows.append([str(run["threads"]), *(beside(both[p], "a", "b", 0.001, 0) for p in both)])
+        rows.append(["transformers", str(run["threads"]), *(beside(both[p], "a", "b", 0.001, 0) for p in both)])
+    run = data("cpu_fastllm.json")
+    steps = {"prefill": 1, "decode": run["decode"] - 1}  # decode: seconds a token
+    both = {p: {"a": n * run["seconds"]["deepseek-attn"][p], "b": n * run["seconds"]["fastllm"][p]}
+            for p, n in steps.items()}  # fmt: skip
+    name = f"fastllm {run['versions']['fastllm']}"
+    rows.append([name, str(run["threads"]), *(beside(both[p], "a", "b", 0.001, 0) for p in both)])
+    agreed = run["agreed"]
     return Subject(
-        "CPU beside transformers",
-        "The tiny preset in float32 with `exact` numerics; ours / transformers (ratio), two cores.",
-        ["cpu_transformers.json"],
+        "CPU beside transformers and fastllm",
+        "Ours / theirs (ratio). transformers: the tiny preset in float32 with `exact` numerics, two cores. fastllm "
+        "(`python scripts/bench_fastllm.py`; its weights float16, ours float32): the package's checkpoint "
+        "on another machine; random prompts, after which "
+        f"{min(agreed)} to {max(agreed)} greedy tokens agree, so it is not shown that both compute the same.",
+        ["cpu_transformers.json", "cpu_fastllm.json"],
         "python scripts/bench_transformers.py",
+        rows,
+    )
+
+
+def features(data: Data) -> Subject:
+    measured = data("h200_engine_features.json")["rows"]
+    cards = {"H200": data("h200_structured.json")["rows"], "CPU": data("cpu_structured.json")["rows"]}
+    rows = [["", "H200: tokens/s (ratio)", *(f"{card}: {what}, us" for card in cards for what in ("mask", "applying"))]]
+    for row in measured:
+        name = f"{row['logprobs']} log-probabilities" if row["logprobs"] else "JSON schema" if row["structured"] else ""
+        rows.append([name or "neither", f"{row['tokens_per_second']:.1f} ({row['speedup']:.2f})", *[""] * 4])
+    for structure in (row["structure"] for row in cards["H200"]):
+        cells = []
+        for card in cards.values():
+            row = find(card, structure=structure)
+            spread = f"{time(row['microseconds'])} ({row['low']:.0f} to {row['high']:.0f})" if row else ""
+            cells += [spread, time(row and row["apply_us"])]
+        rows.append([f"mask: {structure}", "", *cells])
+    return Subject(
+        "Log-probabilities and structured output",
+        "One request of V4-Flash's 43 layers with 16 random experts each, as CUDA graphs. Masks are made on the host "
+        "(median, 10 to 90 %; the CPU: another machine and tokenizer), over 129,280 tokens, while the device computes.",
+        ["h200_engine_features.json", "h200_structured.json", "cpu_structured.json"],
+        data("h200_engine_features.json")["command"],
+        rows,
+    )
+
+
+def host_experts(data: Data) -> Subject:
+    parts = {"experts": data("h200_host_experts.json"), "model": data("h200_host_model.json")}
+    columns = ("ms (x bus)", "tokens/s", "hit rate", "all there, ms")
+    names = {part: f"{part}, {found[part]['cached']} of 256" for part, found in parts.items()}
+    rows = [["routing", *(f"{name}: {column}" for name in names.values() for column in columns)]]
+    for point in (key for key, value in parts["model"]["model"].items() if isinstance(value, dict)):
+        cells = []
+        for part, found in parts.items():
+            row, tokens = found[part][point], int(point.split()[-1])
+            cells += [f"{row['seconds'] * 1000:.1f} ({row['over_bus']:.2f})", f"{tokens / row['seconds']:,.0f}"]
+            cells += [f"{row['hit_rate']:.3f}" if "hit_rate" in row else ""]
+            cells += [f"{row['seconds_all_there'] * 1000:.1f}" if "seconds_all_there" in row else ""]
+        rows.append([point, *cells])
+    copies = parts["model"]["copies"]
+    return Subject(
+        "Experts in host memory",
+        "V4-Flash on one H200: experts of three layers in pinned host memory stand for those of all 43, of which the "
+        "GPU holds as many as fit; experts alone, and a whole model. The bus: copied experts at cudaMemcpy's rate "
+        f'({copies["memcpy"] / 1e9:.1f} GB/s). "All there": the same step again.',
+        ["h200_host_experts.json", "h200_host_model.json"],
+        "python scripts/bench_host_experts.py --parts copies,experts,model --out FILE",
+        rows,
+    )
+
+
+def prompts(data: Data) -> Subject:
+    measured = data("h200_prompts.json")
+    rows = [["rows of upper layers", "tokens", "s (of all rows)", "error", "equal tokens"]]
+    for row in measured["results"]:
+        rounding = f"; other chunks {row['rounding']:.1e}" if row["rounding"] else ""
+        cells = [f"{row['seconds']:.3f} ({row['of_full']:.3f})", f"{row['error']:.1e}{rounding}"]
+        rows.append([row["mode"], str(row["length"]), *cells, f"{row['equal_tokens']} of {measured['tokens']}"])
+    return Subject(
+        "Prompts of DeepSeek-V4.1",
+        "V4.1-Flash's 40 layers on an H200, which share one layer's random experts; error: of the last token's logits, "
+        "relative. [Modes](v41.md#measure-it); longer prompts were not measured.",
+        ["h200_prompts.json"],
+        "python scripts/bench_prompts.py --lengths 8192",
         rows,
     )
 
 
 SUBJECTS: list[Callable[[Data], Subject]] = [
     attention_decode, attention_prefill, whole_step, experts, between_sublayers, topk, index_scores, flash_mla,
-    v32_layers, v41_layers, ops, engine, drafts, ranks, memory, cold_start, transformers,
+    v32_layers, v41_layers, prompts, ops, engine, drafts, features, ranks, memory, host_experts, cold_start,
+    other_programs,
 ]  # fmt: skip
 
 

@@ -34,8 +34,8 @@ from deepseek_attn.utils.allocations import MIB, AllocationTrace, Event, held, r
 CUBLAS_WORKSPACE = 32 * MIB  # of a stream that cuBLAS computes on, as torch chooses it for Hopper and later
 CUBLAS_WORKSPACE_BEFORE_HOPPER = 8 * MIB + 128 * 1024
 GAPS = 0.3
-"""Memory that PyTorch's allocator reserves without an allocation, as a share of the largest step: 0.24 to 0.30 were
-measured on an H200 (docs/data/h200_memory.json)."""
+"""Memory that PyTorch's allocator reserves without an allocation, as a share of the largest step: 0.24 to 0.30
+were measured in one run on an H200, 0.29 to 0.39 in another (docs/data/h200_memory.json)."""
 SEGMENTS = {2 * MIB: range(1, MIB + 1), 20 * MIB: range(MIB + 1, 1 << 62)}
 """What PyTorch's allocator asks the driver for, by the sizes of the blocks that it cuts from it."""
 

@@ -69,5 +69,5 @@ def test_the_results_are_those_of_the_data(monkeypatch):
     results = importlib.import_module("results")
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert text == results.page(ROOT / "docs" / "data")
-    assert len(text.splitlines()) <= 250
+    assert len(text.splitlines()) <= 300
     assert len(results.SUBJECTS) == text.count("\n## ") > 12
