@@ -148,9 +148,10 @@ class PlanFacts:
                     if cached
                 ],
             })  # fmt: skip
+        known = "measured" if machine.bus_measured else "not measured"
         notes = [
-            f"bus: PCI Express 5.0 x16 at {show_bytes(bus)}/s, disk at {show_bytes(args.disk_rate)}/s (--disk-rate): "
-            "not measured; copies precede the products of their layer"
+            f"bus: PCI Express 5.0 x16 at {show_bytes(bus)}/s ({known}), disk at {show_bytes(args.disk_rate)}/s "
+            "(--disk-rate; not measured); copies precede the products of their layer"
         ]
         return self._expert_facts(sizes, machine.name, machine.memory, sizes.nbytes, settings, notes)
 

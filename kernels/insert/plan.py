@@ -170,7 +170,7 @@ KEYS = one_kernel(  # as many warps as in a launch with the compressors: a row's
     "norm_rope_insert_kernel",
     (has("dims") & FEW_TOKENS, RowTiles(POOL_WARPS, early=True)),
     (has("dims"), RowTiles(POOL_WARPS, early=False)),
-    (FEW_TOKENS, RowTiles(1, early=True)),
+    (FEW_TOKENS, RowTiles(1, early=True), "h200_tune_v41_flash.json: insert.keys"),
     (ANY, RowTiles(1, early=False), PROGRAMS),
 )
 LATENTS = one_kernel(

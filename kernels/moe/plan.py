@@ -99,6 +99,11 @@ class ExpertsProblem:
         """Mean number of rows of an expert."""
         return INVARIANT_LOAD if self.batch_invariant else self.pairs / self.routed
 
+    @property
+    def whole_quads(self) -> bool:
+        """Both widths are multiples of 512 channels."""
+        return self.hidden % (128 * QUAD) == 0 and self.inner % (128 * QUAD) == 0
+
 
 class ExpertFactors(NamedTuple):
     """Formats and dtypes of the factors of `grouped_product_kernel`.
@@ -179,9 +184,8 @@ def _fits_hopper(problem: ExpertsProblem, gpu: GPU) -> bool:
     """FP8 products have inputs of 16 bits in groups of 128; widths of FP4 are whole quads of blocks."""
     quantized = problem.weights == "fp8" or (problem.weights == "fp4" and problem.row_exponents)
     inputs = problem.dtype != torch.float32 and problem.input_format.fp8
-    whole = problem.hidden % (128 * QUAD) == 0 and problem.inner % (128 * QUAD) == 0
-    fits = quantized and inputs and problem.input_format.group == FP8_INPUT_GROUP and whole and problem.aligned
-    return gpu.hopper and fits
+    inputs = inputs and problem.input_format.group == FP8_INPUT_GROUP
+    return gpu.hopper and quantized and inputs and problem.whole_quads and problem.aligned
 
 
 @condition
@@ -202,7 +206,7 @@ def _wide_gpu(problem: ExpertsProblem, gpu: GPU) -> bool:
 
 FP4 = equals("weights", "fp4")
 HOPPER, PORTABLE = "experts_hopper_kernel", "grouped_product_kernel"
-_SWIGLU = "h100_tune_v32.json: moe.swiglu"
+_SWIGLU, _V41 = "h100_tune_v32.json: moe.swiglu", "h200_tune_v41_flash.json"
 _FP8_LOADS = "h200_experts.json: rows"
 _FEW_TOKENS, _TILES_CHANGE = "h100_experts.json: few_tokens", "h100_experts.json: where_tiles_change"
 
@@ -227,8 +231,8 @@ PRODUCTS = Table(
         Row(~_wide_gpu & up_to("load", 12), PORTABLE, ExpertTiles(16, 64, 128, 4, 2)),
         Row(~_wide_gpu & up_to("load", 24), PORTABLE, ExpertTiles(32, 64, 128, 4, 2)),
         Row(~_wide_gpu, PORTABLE, ExpertTiles(64, 128, 64, 8, 2)),
-        Row(FP4 & up_to("load", 6) & up_to("pairs", 8), PORTABLE, ExpertTiles(8, 64, 512, 4, 2)),
-        Row(FP4 & up_to("load", 6), PORTABLE, ExpertTiles(8, 64, 256, 4, 4)),
+        Row(FP4 & up_to("load", 6) & up_to("pairs", 8) & has("whole_quads"), PORTABLE, ExpertTiles(8, 64, 512, 4, 2)),
+        Row(FP4 & up_to("load", 6), PORTABLE, ExpertTiles(8, 64, 256, 4, 4), f"{_V41}: moe.products"),
         Row(FP4 & up_to("load", 24), PORTABLE, ExpertTiles(16, 64, 256, 4, 3)),
         Row(FP4 & up_to("load", 48), PORTABLE, ExpertTiles(64, 64, 128, 4, 3)),
         Row(FP4, PORTABLE, ExpertTiles(128, 64, 128, 4, 3)),
@@ -376,7 +380,7 @@ GROUPINGS = Table(
     [
         Row(FEW_PAIRS, "prepare_decode_rows_kernel", LaunchBlock(512, 4)),
         Row(ANY, "place_rows_kernel", LaunchBlock(128, 4), "h100_experts.json: placing_pairs"),
-        Row(FEW_PAIRS, PORTABLE),
+        Row(FEW_PAIRS, PORTABLE, source=f"{_V41}: moe.grouping"),
         Row(ANY, "place_pairs_kernel", _pair_blocks),
     ],
 )
@@ -410,7 +414,7 @@ class ValuesProblem:
 COMBINES = one_kernel(
     "moe.combine",
     "moe_combine_kernel",
-    (up_to("values", 1 << 18), LaunchBlock(128, 1)),
+    (up_to("values", 1 << 18), LaunchBlock(128, 1), f"{_V41}: moe.combine"),
     (up_to("values", 1 << 22), LaunchBlock(512)),
     (ANY, LaunchBlock(1024)),
 )
@@ -506,9 +510,11 @@ def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchBlock:
 
 
 CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_program))
-# A copy needs bytes in flight, not multiprocessors: 32 programs of 16 KiB are five times what a bus of 64 GB/s needs
-# for 2 us of latency. Products run beside the copies of the next layer and need the other multiprocessors.
-COPIES = one_kernel("moe.copies", "copy_experts_kernel", (ANY, LaunchBlock(32)))  # programs
+# A copy needs bytes in flight, not multiprocessors: 8 programs are as fast as 264. Products run beside the copies of
+# the next layer and need the other multiprocessors.
+COPIES = one_kernel(  # programs
+    "moe.copies", "copy_experts_kernel", (ANY, LaunchBlock(32), "h200_host_experts.json: copies")
+)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Predictions of models whose routed experts are not all on the device, counted by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.estimates.experts import ExpertSizes, OtherWeights, cpu_steps, gpu_steps
 from deepseek_attn.estimates.floors import Floor, FloorWork, ModelWork
-from deepseek_attn.estimates.machines import H100
+from deepseek_attn.estimates.machines import H100, H200
 from deepseek_attn.estimates.ranks import RankLayout, RankModel
 from tests.support.small_models import small_config, small_runner
 
 FLASH = ModelConfig.from_preset("v4_flash")
+DATA = Path(__file__).parents[2] / "docs" / "data"
 ONE = 3 * 2048 * 4096  # values of an expert of V4-Flash
 FP4 = ONE // 2 + ONE // 32
 
@@ -66,6 +68,24 @@ def test_steps_on_a_gpu():
         missing = (1 - step.hit_rate) * 43 * 6 * sizes.nbytes
         assert step.moved == pytest.approx(missing)
         assert step.tokens_per_second == pytest.approx(1 / (resident + missing / 55e9))
+
+
+@pytest.mark.parametrize(("file", "part"), [("h200_host_model", "model"), ("h200_host_experts", "experts")])
+def test_measured_steps_are_those_of_resident_experts_and_copies(file, part):
+    measured = json.loads((DATA / f"{file}.json").read_text())[part]
+    steps = [row for row in measured.values() if isinstance(row, dict) and "copied" in row]
+    assert len(steps) == 6
+    for row in steps:
+        copies = row["copied"] * measured["expert_bytes"] / H200.rates["bus"]
+        assert row["seconds_all_there"] + copies == pytest.approx(row["seconds"], rel=0.012)
+
+
+@pytest.mark.parametrize(("gpu", "words"), [("h200", "50.5 GB/s (measured)"), ("h100", "55 GB/s (not measured)")])
+def test_plan_says_whether_the_bus_was_measured(gpu, words, capsys):
+    pytest.importorskip("triton")
+    limits = ["--max-num-seqs", "2", "--max-model-len", "512", "--host-memory", "1GB", "--expert-memory", "host"]
+    assert main(["plan", "--model", "tiny_gpu", "--gpu", gpu, *limits]) == 0
+    assert f"bus: PCI Express 5.0 x16 at {words}" in capsys.readouterr().out
 
 
 def test_steps_on_a_cpu_wait_for_the_disk_only_if_it_is_slower():

@@ -118,6 +118,13 @@ def test_tiles_follow_the_rows_of_an_expert():
         assert len(alike) == 1
 
 
+@pytest.mark.parametrize(("inner", "channels"), [(2048, 512), (2304, 256)])
+def test_blocks_of_one_token_divide_the_widths(inner, channels):
+    """V4.1's inner width is four and a half blocks of 512 channels."""
+    problem = plan.ExpertsProblem(1, 6, 384, 384, 5120, inner, torch.bfloat16, "fp4", InputFormat(False), True)
+    assert plan.PRODUCTS.choose(problem, GPU((9, 0), 132)).config.channels == channels
+
+
 def test_bad_arguments_are_named():
     case = make_case(3, 128, 64, 4, 2, "fp4")
     for bad, message in (
