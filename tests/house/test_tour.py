@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,5 +38,7 @@ def test_the_cells_run_and_print_what_is_shown():
         if number < 2:
             assert printed.getvalue() == shown
         else:
-            assert "27 of 27 pieces of work done" in printed.getvalue()
+            done = re.search(r"(\d+) of \1 pieces of work done", shown)
+            assert done is not None
+            assert done[0] in printed.getvalue()
             assert "'report.html'" in printed.getvalue()

@@ -88,7 +88,7 @@ def scores(family: str, parallel: Parallel) -> dict:
     replayed = runner.score(texts[2:], replay=[records])
     entries = RandomSource(config, 3).entries().items()
     one = sum(info.nbytes for name, info in entries if ".experts.0." in name)
-    read = {"expert_memory": "disk", "expert_cache_bytes": 2 * one}
+    read = {"expert_memory": "disk", "expert_cache_bytes": one}
     from_disk = ModelRunner.from_source(
         config, RandomSource(config, 3), parallel=parallel, numerics="exact", **LIMITS | read
     )
