@@ -33,6 +33,7 @@ from deepseek_attn.cli.info import environment
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.lab.bench.engine import cut_config, random_prompts, run_engine
 from deepseek_attn.runner.graphs import DecodeGraphs
@@ -40,6 +41,10 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.utils.files import write_text
 
 MODES = ("eager", "waiting", "graphs", "prefixes", "speculation")
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
 def prompts_of(runner: ModelRunner, count: int, shared: int, own: int, seed: int) -> list[list[int]]:
@@ -51,7 +56,7 @@ def prompts_of(runner: ModelRunner, count: int, shared: int, own: int, seed: int
 def timed(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[dict, list[list[int]]]:
     """Times of the prompts and of steady steps, in which all decode, and the tokens of each request."""
     before = engine.stats.cached_tokens, engine.stats.queried_tokens
-    run = run_engine(engine, prompts, max_tokens)
+    run = run_engine(engine, prompts, greedy(max_tokens))
     cached, queried = engine.stats.cached_tokens - before[0], engine.stats.queried_tokens - before[1]
     steps, device = len(run.step_seconds), run.device_seconds
     wall = sum(run.step_seconds)
@@ -82,9 +87,9 @@ def row_of(runner: ModelRunner, mode: str, batch: int, args: argparse.Namespace)
     shared = args.prompt * 7 // 8 if mode == "prefixes" else 0
     prompts = prompts_of(runner, batch, shared, args.prompt - shared, batch)
     for warm in prompts_of(runner, 2, shared, 64, batch) if shared else []:  # they fill the prefix cache
-        run_engine(engine, [warm], 4)
+        run_engine(engine, [warm], greedy(4))
     if mode != "eager":  # graphs of all sizes that come up
-        run_engine(engine, prompts_of(runner, batch, 0, args.prompt, batch + 1), 16)
+        run_engine(engine, prompts_of(runner, batch, 0, args.prompt, batch + 1), greedy(16))
     times, tokens = timed(engine, prompts, 16 if mode == "eager" else args.tokens)
     acceptance = engine.stats.acceptance_rate if mode == "speculation" else None
     return {"mode": mode, "batch": batch, **times, "acceptance": acceptance}, tokens

@@ -71,8 +71,9 @@ def load_ours(args: argparse.Namespace) -> Serve:
         sequence, first, tokens = runner.sequence(prompt), 0.0, []
         start = time.perf_counter()
         for i in range(count):
-            out = runner.step([(sequence, 1 if i else len(prompt))], StepOptions(greedy=True))
-            tokens.append(out.tokens()[0][0])
+            chosen = runner.step([(sequence, 1 if i else len(prompt))], StepOptions(greedy=True)).tokens
+            assert chosen is not None
+            tokens.append(chosen()[0][0])
             first = first or time.perf_counter()
             sequence.append(tokens[-1])
         end = time.perf_counter()

@@ -480,7 +480,7 @@ def features(data: Data) -> Subject:
         for card in cards.values():
             row = find(card, structure=structure)
             spread = f"{time(row['microseconds'])} ({row['low']:.0f} to {row['high']:.0f})" if row else ""
-            cells += [spread, time(row and row["apply_us"])]
+            cells += [spread, time(row["apply_us"]) if row else ""]
         rows.append([f"mask: {structure}", "", *cells])
     return Subject(
         "Log-probabilities and structured output",
