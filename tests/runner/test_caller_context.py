@@ -17,6 +17,7 @@ from deepseek_attn import LLM, LayerSession, ModelConfig, ModelRunner, SamplingP
 from deepseek_attn.cache.records import Fp8DsMlaRecord
 from deepseek_attn.flash_mla_api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from deepseek_attn.runner import cpu_threads
+from deepseek_attn.utils import torch_state
 from deepseek_attn.utils.torch_state import own_torch_state
 from tests.support.small_models import prompt, small_config
 from tests.support.tiers import tiered
@@ -24,6 +25,12 @@ from tests.support.v32_cases import small
 from tests.support.v41_cases import shallow
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_inside(monkeypatch):
+    """Steps that earlier tests of the process interrupted within ``__enter__`` are not inside any more."""
+    monkeypatch.setattr(torch_state._float32_products, "entered", 0)
 
 
 class Passed(TorchFunctionMode):
