@@ -23,6 +23,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import types
 from importlib import import_module
 from importlib.util import find_spec
@@ -162,7 +163,7 @@ def start_ranks() -> None:
     from vllm import distributed  # pyright: ignore[reportMissingImports]  # not a dependency
 
     if not torch.distributed.is_initialized():
-        store = f"file:///tmp/vllm_reads_{torch.seed()}"
+        store = (Path(tempfile.mkdtemp(prefix="vllm_reads_")) / "store").as_uri()
         distributed.init_distributed_environment(1, 0, store, 0, "gloo")
         distributed.initialize_model_parallel(1)
     torch.set_default_dtype(torch.bfloat16)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import wraps
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -40,7 +40,8 @@ def own_torch_state() -> Iterator[None]:
         if SMALLEST / 2 == 0:
             torch.set_flush_denormal(False)
             stack.callback(torch.set_flush_denormal, True)
-        stack.enter_context(_float32_products)
+        stack.callback(_float32_products.leave)  # before it is entered: an exception within that leaves it too
+        _float32_products.enter()
         yield
 
 
@@ -58,16 +59,21 @@ def in_own_torch_state(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Float32Products:
-    """Float32 products without TF32 and bfloat16, from the first thread that enters until the last one leaves."""
+    """Float32 products without TF32 and bfloat16, from the first thread that enters until the last one leaves.
+
+    A thread is inside once at most. One that was interrupted while it left counts as outside when it enters again.
+    """
 
     def __init__(self):
-        self.lock, self.entered = Lock(), 0
+        self.lock = Lock()
+        self.inside: set[int] = set()  # threads
         self.before: list[tuple[Any, str]] = []  # torch's backends and their precisions
         self.overall: str | None = None
 
-    def __enter__(self) -> None:
+    def enter(self) -> None:
         with self.lock:
-            if self.entered == 0:
+            self.inside.discard(get_ident())
+            if not self.inside:
                 mkldnn: Any = torch.backends.mkldnn  # torch gives the module its attribute ``matmul`` at run time
                 backends: tuple[Any, ...] = torch.backends.cuda.matmul, mkldnn.matmul
                 precisions = [(backend, backend.fp32_precision) for backend in backends]
@@ -78,13 +84,14 @@ class _Float32Products:
                         self.overall = torch.get_float32_matmul_precision()
                     overall = None if self.overall is None else "highest"
                     self._set(overall, [(backend, "ieee") for backend, _ in self.before])
-            self.entered += 1
+            self.inside.add(get_ident())
 
-    def __exit__(self, *exc: object) -> None:
+    def leave(self) -> None:
         with self.lock:
-            self.entered -= 1
-            if self.entered == 0 and self.before:
+            self.inside.discard(get_ident())
+            if not self.inside and self.before:
                 self._set(self.overall, self.before)
+                self.before = []
 
     def _set(self, overall: str | None, precisions: list[tuple[Any, str]]) -> None:
         if overall is not None:

@@ -19,18 +19,13 @@ from deepseek_attn.flash_mla_api import flash_mla_sparse_fwd, flash_mla_with_kvc
 from deepseek_attn.runner import cpu_threads
 from deepseek_attn.utils import torch_state
 from deepseek_attn.utils.torch_state import own_torch_state
+from tests.support.interruptions import InterruptBefore
 from tests.support.small_models import prompt, small_config
 from tests.support.tiers import tiered
 from tests.support.v32_cases import small
 from tests.support.v41_cases import shallow
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _nobody_inside(monkeypatch):
-    """Steps that earlier tests of the process interrupted within ``__enter__`` are not inside any more."""
-    monkeypatch.setattr(torch_state._float32_products, "entered", 0)
 
 
 class Passed(TorchFunctionMode):
@@ -250,6 +245,27 @@ def test_a_callers_context_changes_no_bit(entry, context, entries, plain):
     clear_caches()
     assert bits(found) == bits(plain[entry])
     assert bits(entries[entry]()) == bits(plain[entry])  # what was kept in the context serves behind it
+
+
+def test_an_interruption_leaves_no_thread_inside(monkeypatch):
+    """Before any line of entering and leaving: later steps have float32 products, and the caller's setting behind."""
+
+    def enter(line=None) -> InterruptBefore:
+        monkeypatch.setattr(torch_state, "_float32_products", torch_state._Float32Products())
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        with InterruptBefore(line, files=(str(torch_state.__file__),)) as interrupt, own_torch_state():
+            pass
+        return interrupt
+
+    with mkldnn_products("bf16"):
+        lines = list(enter().lines)
+        assert len(lines) > 20
+        for line in lines:
+            assert enter(line).fired, line
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+            with own_torch_state():
+                assert torch.backends.mkldnn.matmul.fp32_precision == "ieee", line
+            assert torch.backends.mkldnn.matmul.fp32_precision == "bf16", line
 
 
 @pytest.mark.parametrize("products", ["medium", "bfloat16 products"])
