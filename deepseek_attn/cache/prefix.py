@@ -119,9 +119,11 @@ class PrefixCache:
     def keep(self, cache: SequenceCache, keys: list[bytes]) -> bool:
         """Takes a snapshot of the first ``len(keys)`` blocks of a sequence; returns whether it was new.
 
+        None is taken where the caches have moved too far past these blocks (`SnapshotStore.holds`).
         It replaces a snapshot of the same tokens with fewer keys of upper layers (`SequenceCache.exact_from`).
         """
-        if not keys or not self.layout.max_snapshots:
+        length = len(keys) * self.layout.snapshot_block
+        if not self.layout.max_snapshots or not self.store.holds(cache, length):
             return False
         if (known := self._entries.get(keys[-1])) is not None:
             if known.snapshot.cache.exact_from <= cache.exact_from:
@@ -136,7 +138,7 @@ class PrefixCache:
                     self._remove(key)
         if self.store.full and not self.evict():
             return False
-        snapshot = self.store.take(cache, len(keys) * self.layout.snapshot_block)
+        snapshot = self.store.take(cache, length)
         fresh = [key for key in keys[:-1] if key not in self._seen] + keys[-1:]
         entry = self._entries[keys[-1]] = _Entry(snapshot, fresh)
         self._seen |= dict.fromkeys(fresh, entry)

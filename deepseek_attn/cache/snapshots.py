@@ -50,15 +50,14 @@ class SnapshotStore:
         """Keeps the first ``length`` tokens of a sequence (default: all of them), which stays usable.
 
         Raises:
-            ValueError: the length is not a multiple of ``snapshot_block``, the caches have moved past it, or all
-                snapshot slots are taken.
+            ValueError: the length is not a multiple of ``snapshot_block``, the caches have moved too far past it
+                (`holds`), or all snapshot slots are taken.
         """
         length = cache.num_tokens if length is None else length
-        moved = length != cache.num_tokens and not self.layout.keeps_all_tokens
-        if length < 1 or length > cache.num_tokens or length % self.layout.snapshot_block or moved:
+        if length % self.layout.snapshot_block or not self.holds(cache, length):
             raise ValueError(
                 f"no snapshot at {length} tokens of a sequence of {cache.num_tokens}: it is taken at a multiple of "
-                f"{self.layout.snapshot_block}" + (", when the sequence is just that long" if moved else "")
+                f"{self.layout.snapshot_block}, from {max(1, cache.low_water)} tokens on"
             )
         if self.full:
             raise ValueError(f"all of max_snapshots={self.layout.max_snapshots} are in use; drop one first")
@@ -73,6 +72,10 @@ class SnapshotStore:
         if not self.layout.keeps_all_tokens:
             self.manager.raise_low_water(kept, length)
         return Snapshot(kept)
+
+    def holds(self, cache: SequenceCache, length: int) -> bool:
+        """Whether the caches still have all that a sequence needs to go on from its first ``length`` tokens."""
+        return max(1, cache.low_water) <= length <= cache.num_tokens
 
     def restore(self, snapshot: Snapshot, length: int | None = None) -> SequenceCache:
         """A new sequence with the first ``length`` tokens of a snapshot (default: all of them) in its caches.

@@ -98,8 +98,9 @@ class NextToken:
 
     def next_step(self, work: Work, runner: ModelRunner) -> list[Request]:
         """Requests whose next step computes the tokens that this step chooses; empty if another step may come next."""
-        if any(request.sequence.num_pending > n or leaves_snapshot(runner, request, n) for request, n in work):
-            return []
+        for request, n in work:
+            if request.sequence.num_pending > n or may_leave_snapshot(runner, request.sequence.num_computed, n):
+                return []
         return [request for request, _ in work if request.tokens_left > 1]
 
     def propose(self, running: list[Request]) -> None:
@@ -162,13 +163,12 @@ def accept_greedy(chosen: dict[Request, list[int]]) -> Accepted:
     return accepted
 
 
-def leaves_snapshot(runner: ModelRunner, request: Request, n: int) -> bool:
-    """Whether the prefix cache may share a request's pages after a step of ``n`` tokens, of which some may be drafts.
+def may_leave_snapshot(runner: ModelRunner, computed: int, n: int) -> bool:
+    """Whether the prefix cache may take a snapshot when ``n`` tokens after ``computed`` ones have been computed.
 
-    Its next step then copies them.
+    It then shares pages of the request, which the next step copies before it writes to them.
     """
-    first, block = request.sequence.num_computed + 1, runner.layout.snapshot_block
-    return runner.prefixes is not None and -first % block < n
+    return runner.prefixes is not None and -(computed + 1) % runner.layout.snapshot_block < n
 
 
 def is_ready(request: Request) -> bool:

@@ -439,7 +439,6 @@ class Engine:
             if failure is not None:
                 self._fail(request, failure)
                 continue
-            self._remember(request)
             drafts, num_accepted = accepted.verified.get(request, (0, 0))
             self._report(request).computed += n - drafts + num_accepted
             if request.others and not request.num_generated and request in accepted.tokens:
@@ -451,20 +450,22 @@ class Engine:
                 request.push(token)
                 stats.generated += 1
                 if request.finished:
-                    self._count_ended(request)
                     break
+            self._remember(request)
+            if request.finished:
+                request.release()
+                self._count_ended(request)
 
     def _remember(self, request: Request) -> None:
-        """Offers the computed tokens of a request to the prefix cache, where its length allows that."""
+        """Offers the computed tokens of a request to the prefix cache, up to the last edge of a block among them."""
         if self.prefixes is None or request.replay is not None:
             return
-        layout, sequence = self.runner.layout, request.sequence
-        blocks, beyond = divmod(sequence.num_computed, layout.snapshot_block)
-        if blocks <= request.kept_blocks or (beyond and not layout.keeps_all_tokens):
+        computed, block = request.sequence.num_computed, self.runner.layout.snapshot_block
+        if computed // block <= request.kept_blocks:
             return
-        keys = request.prefix_keys(blocks * layout.snapshot_block)
-        if len(keys) == blocks or layout.keeps_all_tokens:
-            self.prefixes.keep(sequence.cache, keys)
+        keys = request.prefix_keys(computed)
+        if len(keys) > request.kept_blocks:
+            self.prefixes.keep(request.sequence.cache, keys)
             request.kept_blocks = len(keys)
 
     def _fail(self, request: Request, message: str, error: Exception | None = None) -> None:

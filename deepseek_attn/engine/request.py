@@ -359,12 +359,10 @@ class Request:
         return None if self.rules is None else self.rules.allowed(self.generated())
 
     def push(self, token_id: int) -> None:
-        """Takes one sampled token, when there are no drafts. Frees the caches at the end."""
+        """Takes one sampled token, when there are no drafts. It may end the request, which still holds its caches."""
         self.sequence.token_ids.append(token_id)
         self.text.append(self._push_stop(self.stop, token_id))
-        if self.stop.reason is not None:
-            self.finish_reason = self.stop.reason
-            self._free()
+        self.finish_reason = self.stop.reason
 
     def _push_stop(self, stop: StopChecker, token_id: int) -> str:
         """The text that is certain after one more token, which from then on counts as generated."""

@@ -20,7 +20,15 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from deepseek_attn.cache.manager import OutOfPages
-from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Work, is_ready, next_tokens
+from deepseek_attn.engine.decoding import (
+    BROKEN_LOGITS,
+    Accepted,
+    NextToken,
+    Work,
+    is_ready,
+    may_leave_snapshot,
+    next_tokens,
+)
 from deepseek_attn.engine.logprobs import greedy_logprobs_of, sampled_logprobs
 from deepseek_attn.engine.request import Request
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
@@ -156,15 +164,20 @@ class MTPSpeculation(NextToken):
             logits = output.logits or []
             tokens, accepted.logprobs = self._sample(ready, [logits[v.place][-v.rows :] for v in ready])
         verified = [v for v, after in zip(ready, tokens, strict=True) if v.verify(after, accepted)]
-        unfinished = [v for v in verified if v.request.tokens_left > len(v.tokens)]
+        wanted = [v for v in verified if self._needs_draft_rows(v)]
         if output.drafts is not None:
             drafts = output.drafts()
-            self._drafts |= {v.request: drafts[v.place] for v in unfinished}
-        elif unfinished:
+            self._drafts |= {v.request: drafts[v.place] for v in wanted}
+        elif wanted:
             states = output.hidden_states or []
             with suppress(torch.OutOfMemoryError, MemoryError):  # sampled tokens are kept, with drafts or without
-                self._draft(unfinished, [states[v.place][-v.rows :][: len(v.tokens)] for v in unfinished])
+                self._draft(wanted, [states[v.place][-v.rows :][: len(v.tokens)] for v in wanted])
         return accepted
+
+    def _needs_draft_rows(self, verified: _Verification) -> bool:
+        """Whether a request goes on after its new tokens, or leaves a snapshot from which others do."""
+        added = len(verified.tokens)
+        return verified.request.tokens_left > added or may_leave_snapshot(self.runner, verified.first, added)
 
     def _sample(
         self, ready: list[_Verification], rows: list[torch.Tensor]

@@ -26,9 +26,13 @@ CASES += [("v32", "official", 1), ("v41", "official", 3)]
 QUICK = [("mixed", "serving", 1), ("overlap", "exact", 3), ("v41", "exact", 1)]
 
 
+@pytest.mark.parametrize("past", [0, 2], ids=["at", "past"])
 @pytest.mark.parametrize(("family", "numerics", "blocks"), tiered(CASES, QUICK))
-def test_going_on_from_a_snapshot(family, blocks, numerics):
-    """Bit for bit, MTP included, in poisoned memory, and after the snapshot's donor has gone on and ended."""
+def test_going_on_from_a_snapshot(family, blocks, numerics, past):
+    """Bit for bit, MTP included, in poisoned memory, and after the snapshot's donor has gone on and ended.
+
+    The snapshot is taken at the edge, or ``past`` steps later.
+    """
     runner = runner_of(family, numerics)
     length = blocks * runner.layout.snapshot_block
     before = runner.manager.available_pages()
@@ -44,8 +48,9 @@ def test_going_on_from_a_snapshot(family, blocks, numerics):
     store = SnapshotStore(runner.manager)
     donor = runner.sequence(tokens[:length] + suffixes[0])
     compute(runner, donor, length)
-    snapshot = store.take(donor.cache)
-    assert torch.equal(compute(runner, donor, *sizes), cold[0])
+    after = [compute(runner, donor, *sizes[:past])] if past else []
+    snapshot = store.take(donor.cache, length)
+    assert torch.equal(torch.cat([*after, compute(runner, donor, *sizes[past:])]), cold[0])
     donor.free()
     poison_free_pages(runner, [snapshot.cache])
     for suffix, expected in zip((suffixes[1], suffixes[0]), (cold[1], cold[0]), strict=True):
@@ -106,7 +111,7 @@ def test_no_snapshot_behind_a_window():
     runner = runner_of("mixed")
     sequence = runner.sequence(prompt(runner.config, 256))
     compute(runner, sequence, 256, mtp=False)
-    with pytest.raises(ValueError, match="just that long"):
+    with pytest.raises(ValueError, match="from 240 tokens on"):
         SnapshotStore(runner.manager).take(sequence.cache, 128)
     sequence.free()
 

@@ -15,6 +15,7 @@ from deepseek_attn import LLM, ModelConfig, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.request import Completion
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.drafting import DraftRows
 from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep
@@ -154,6 +155,57 @@ def test_every_request_is_what_it_is_without(preset, variant, drafts, monkeypatc
     if "max_snapshots" in options:
         assert engine.stats.cached_tokens > 0
     assert_teacher_forced(preset, drafted)
+
+
+# (preset, drafts, whether steps run over persistent tensors, which drafts are right, tokens of the first reply)
+FOLLOWED = [
+    ("tiny", 2, False, lambda position: position % 3, 60),  # a draft after the edge of a block is accepted
+    ("tiny", 2, True, lambda position: position % 3, 60),
+    ("tiny", 1, False, lambda position: False, 60),  # no step computes more than the edge
+    ("tiny", 3, False, lambda position: True, 29),  # the last step passes the edge
+    ("tiny_v32", 2, False, lambda position: position % 3, 60),
+    ("tiny_dspark", 2, False, lambda position: position % 3, 60),
+    ("tiny_v41", 2, False, lambda position: position % 3, 60),
+]
+
+
+@pytest.mark.parametrize(
+    ("preset", "drafts", "persistent", "right", "count"), tiered(FOLLOWED, [FOLLOWED[0], FOLLOWED[3], FOLLOWED[6]])
+)
+@pytest.mark.parametrize("preempted", tiered([False, True], [False]))
+def test_the_next_turn_starts_from_generated_tokens(preset, drafts, persistent, right, count, preempted, monkeypatch):
+    """With drafts as many of its tokens come from the prefix cache as without, and draft caches are as if computed."""
+    config = config_of(preset)
+    options = {"device": "cpu", "numerics": "exact", "max_num_seqs": 2, "max_model_len": 200, "max_snapshots": 4}
+    plain, runner = (ModelRunner.from_config(config, **options) for _ in range(2))
+    if persistent:
+        runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, capture=False)
+    first = prompt(101)
+    engines = Engine(plain), Engine(runner, decoder=MTPSpeculation(runner, drafts))
+    expected = run_to_end(engines[0], first, count)
+    turn = [*first, *expected.token_ids, *prompt(9, seed=1)]
+    answer = run_to_end(engines[0], turn, 8)
+    assert answer.cached_tokens >= 128
+    text = [*turn, *answer.token_ids]
+    drafted = record_drafts(monkeypatch, runner, [text])
+    draft_from(monkeypatch, runner, [text], right)
+    assert run_to_end(engines[1], first, count, preempted) == expected
+    assert run_to_end(engines[1], turn, 8) == answer
+    after = [(tokens, logits) for tokens, logits in drafted if len(tokens) > len(turn)]
+    assert after
+    for tokens, logits in after:
+        truth = block_logits(plain, tokens) if config.dspark else plain.score_mtp([tokens])[1][0][-1]
+        assert float((logits - truth).abs().max()) < TOLERANCE * float(truth.abs().max())
+
+
+def run_to_end(engine: Engine, tokens: list[int], count: int, preempted: bool = False) -> Completion:
+    """The completion of a prompt; ``preempted``: it loses its caches in the middle of its reply."""
+    request = engine.add_request(tokens, greedy(count))
+    while not request.finished:
+        engine.step()
+        if preempted and not request.preemptions and request.num_generated > count // 2:
+            engine.scheduler.preempt(request, engine.last_step)
+    return request.completion()
 
 
 def assert_teacher_forced(preset, drafted):
