@@ -84,6 +84,13 @@ def imported(module: str) -> dict[str, Name]:
     return dict(imports(ast.Module([node for node in body if isinstance(node, ast.ImportFrom)], [])))
 
 
+def contract_modules(function: ast.FunctionDef) -> list[str]:
+    """The module of its family that computes an op on a GPU, if it is decorated with `contract`."""
+    calls = [node for node in function.decorator_list if isinstance(node, ast.Call)]
+    found = [call for call in calls if getattr(call.func, "id", "") == "contract"]
+    return [ast.literal_eval(call.args[0]) if call.args else "launch" for call in found]
+
+
 def used(at: Name) -> list[Name]:
     """Names that the definition of a name refers to, its own imports first."""
     tree = definitions(at.module).get(at.name)
@@ -92,6 +99,8 @@ def used(at: Name) -> list[Name]:
         return [other] if other else []
     known = imported(at.module) | {name: Name(at.module, name) for name in definitions(at.module)} | dict(imports(tree))
     found = [name for _, name in imports(tree)]
+    if isinstance(tree, ast.FunctionDef):
+        found += [Name(f"{at.module}.{module}", at.name) for module in contract_modules(tree)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in known:
             found.append(known[node.id])

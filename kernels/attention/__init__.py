@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deepseek_attn.kernels.attention.types import PagedKeys
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.dispatch import contract
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.common.records import CacheRecord
 
 
+@contract("attend")
 def sparse_attention(
     q: Tensor,
     kv: Tensor,
@@ -51,13 +52,10 @@ def sparse_attention(
         A row named twice counts twice. A NaN in a valid key reaches the output; rows that no valid index names have no
         effect, NaN included.
     """
-    if runs_triton(q):
-        from deepseek_attn.kernels.attention.attend import sparse_attention as op
-    else:
-        from deepseek_attn.kernels.attention.reference import sparse_attention as op
-    return op(q, kv, indices, scale, sink, lens, d_v, out, max_logits)
+    ...
 
 
+@contract("attend")
 def sparse_attention_paged(
     q: Tensor,
     keys: Sequence[PagedKeys],
@@ -84,13 +82,10 @@ def sparse_attention_paged(
         normalised: at most 23 times a norm weight.) The launch depends on shapes alone, so a captured CUDA graph
         serves any lengths.
     """
-    if runs_triton(q):
-        from deepseek_attn.kernels.attention.attend import sparse_attention_paged as op
-    else:
-        from deepseek_attn.kernels.attention.reference import sparse_attention_paged as op
-    return op(q, keys, scale, sink, d_v, out)
+    ...
 
 
+@contract("attend", tensor="q")
 def attend_raw_q(
     raw_q: RawQueries,
     keys: Sequence[PagedKeys],
@@ -126,11 +121,7 @@ def attend_raw_q(
         On a GPU the sum of squares of a head is added up in another order than by `query_norm_rope`, so that a query
         may differ from it in its last bit.
     """
-    if runs_triton(raw_q.q):
-        from deepseek_attn.kernels.attention.attend import attend_raw_q as op
-    else:
-        from deepseek_attn.kernels.attention.reference import attend_raw_q as op
-    return op(raw_q, keys, scale, sink, groups, pow2_scales, q)
+    ...
 
 
 def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None) -> Tensor:
@@ -153,6 +144,7 @@ def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None
     return op(q, kv, scale, d_v)
 
 
+@contract("gather")
 def dequantize_and_gather_k_cache(
     out: Tensor,
     record: CacheRecord,
@@ -179,8 +171,3 @@ def dequantize_and_gather_k_cache(
             on the host, also refuses lengths that exceed a request, the workspace or the block table; on a GPU, where
             nothing waits, rows that do not fit are not copied and entries beyond the block table become zeros.
     """
-    if runs_triton(out):
-        from deepseek_attn.kernels.attention.gather import dequantize_and_gather_k_cache as op
-    else:
-        from deepseek_attn.kernels.attention.reference import dequantize_and_gather_k_cache as op
-    op(out, record, pool, seq_lens, gather_lens, block_table, block_size, offset)

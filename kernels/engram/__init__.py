@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.dispatch import contract
 from deepseek_attn.kernels.engram import reference
 from deepseek_attn.kernels.engram.types import TableRows
 
@@ -32,19 +32,17 @@ def hash_rows(ngrams: Tensor, multipliers: Tensor, primes: Tensor) -> Tensor:
     return reference.hash_rows(ngrams, multipliers, primes)
 
 
+@contract(tensor="values")
 def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
     """Values of looked-up rows ``[T, n, columns]``, concatenated by token: ``[T, n * columns]`` in ``dtype``.
 
     Raises:
         ValueError: values that are not float8_e4m3fn, or scales that do not fit them.
     """
-    if runs_triton(rows.values):
-        from deepseek_attn.kernels.engram.launch import dequantize_rows as op
-    else:
-        from deepseek_attn.kernels.engram.reference import dequantize_rows as op
-    return op(rows, dtype)
+    ...
 
 
+@contract()
 def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
     """Adds a token's looked-up value to each of its residual streams, by a gate of the stream and its key.
 
@@ -65,8 +63,4 @@ def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor
 
     Source: DeepSeek-V4.1 ``inference/engram.py``.
     """
-    if runs_triton(streams):
-        from deepseek_attn.kernels.engram.launch import gate_streams as op
-    else:
-        from deepseek_attn.kernels.engram.reference import gate_streams as op
-    return op(streams, kv, q_weight, k_weight, eps)
+    ...

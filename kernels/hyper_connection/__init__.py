@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.dispatch import contract, runs_triton
 from deepseek_attn.kernels.hyper_connection.types import DelayedInput, HyperConnection, SublayerInput, SublayerOutput
 
 
+@contract()
 def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:
     """Collapses the streams into a sublayer's input, and computes how `hc_post` mixes its output back in.
 
@@ -27,13 +28,10 @@ def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    if runs_triton(streams):
-        from deepseek_attn.kernels.hyper_connection.launch import hc_pre as op
-    else:
-        from deepseek_attn.kernels.hyper_connection.reference import hc_pre as op
-    return op(streams, hc)
+    ...
 
 
+@contract(when=lambda streams, pre, hc: runs_triton(pre))
 def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
     """`hc_pre`, or `hc_post_pre` of a sublayer's output, with weights of the previous sublayer (V4.1).
 
@@ -49,13 +47,10 @@ def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnectio
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    if runs_triton(pre):
-        from deepseek_attn.kernels.hyper_connection.launch import hc_delayed as op
-    else:
-        from deepseek_attn.kernels.hyper_connection.reference import hc_delayed as op
-    return op(streams, pre, hc)
+    ...
 
 
+@contract()
 def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
     """Sum of ``streams [T, m, D]`` weighted by float32 ``weights [T, m]``, then an RMSNorm if ``norm [D]`` is given.
 
@@ -65,13 +60,10 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    if runs_triton(streams):
-        from deepseek_attn.kernels.hyper_connection.launch import hc_collapse as op
-    else:
-        from deepseek_attn.kernels.hyper_connection.reference import hc_collapse as op
-    return op(streams, weights, rms_eps, norm)
+    ...
 
 
+@contract()
 def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:
     """`hc_post` of one sublayer and `hc_pre` of the next: the new streams and the next sublayer's input.
 
@@ -83,13 +75,10 @@ def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: Hype
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    if runs_triton(streams):
-        from deepseek_attn.kernels.hyper_connection.launch import hc_post_pre as op
-    else:
-        from deepseek_attn.kernels.hyper_connection.reference import hc_post_pre as op
-    return op(y, streams, post, comb, hc)
+    ...
 
 
+@contract()
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """New streams ``X'_k = post_k y + sum_j comb[j, k] X_j``: the sum runs over the first index of ``comb``.
 
@@ -103,13 +92,10 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    if runs_triton(streams):
-        from deepseek_attn.kernels.hyper_connection.launch import hc_post as op
-    else:
-        from deepseek_attn.kernels.hyper_connection.reference import hc_post as op
-    return op(y, streams, post, comb)
+    ...
 
 
+@contract()
 def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     """Collapses the streams at the end of a model, as `hc_pre` does for a sublayer.
 
@@ -122,8 +108,4 @@ def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    if runs_triton(streams):
-        from deepseek_attn.kernels.hyper_connection.launch import hc_head as op
-    else:
-        from deepseek_attn.kernels.hyper_connection.reference import hc_head as op
-    return op(streams, hc)
+    ...

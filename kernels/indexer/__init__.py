@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.dispatch import contract, runs_triton
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.indexer.types import (
     MAX_TRITON_TOPK,
@@ -18,6 +18,12 @@ from deepseek_attn.kernels.indexer.types import (
 from deepseek_attn.kernels.latent.types import LatentQueries
 
 
+def _in_triton(rows: IndexQueryRows) -> bool:
+    """Whether the Triton kernel takes these heads, where they are."""
+    return runs_triton(rows.q) and rows.q.shape[1] == rows.weights.shape[1] * TRITON_HEAD_DIM
+
+
+@contract("query", when=_in_triton)
 def index_query(rows: IndexQueryRows) -> IndexQueries:
     """Applies RoPE and, if requested, the Hadamard matrix; quantises to the keys' format; folds scales into weights.
 
@@ -29,13 +35,10 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     Raises:
         ValueError: an unknown key format; in Triton also tensors that disagree. Triton serves heads of 128 channels.
     """
-    if _in_triton(rows):
-        from deepseek_attn.kernels.indexer.query import index_query as op
-    else:
-        from deepseek_attn.kernels.indexer.reference import index_query as op
-    return op(rows)
+    ...
 
 
+@contract("query", when=lambda raw_q, index: _in_triton(index))
 def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`query_norm_rope` of the layer's heads and `index_query` of the indexer's, for the same tokens, in one launch.
 
@@ -48,13 +51,10 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
     """
-    if _in_triton(index):
-        from deepseek_attn.kernels.indexer.query import queries as op
-    else:
-        from deepseek_attn.kernels.indexer.reference import queries as op
-    return op(raw_q, index)
+    ...
 
 
+@contract("query", when=lambda queries, index: _in_triton(index))
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`absorb_queries` of a V3.2 layer and `index_query` of its indexer, for the same tokens; few in one launch.
 
@@ -67,11 +67,7 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
     """
-    if _in_triton(index):
-        from deepseek_attn.kernels.indexer.query import latent_queries as op
-    else:
-        from deepseek_attn.kernels.indexer.reference import latent_queries as op
-    return op(queries, index)
+    ...
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,6 +92,7 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = tor
     return op(q, k, weights, dtype)
 
 
+@contract(when=lambda queries, *_, **__: _scored_in_triton(queries))
 def paged_index_scores(
     queries: IndexQueries,
     keys: PagedIndexKeys,
@@ -119,13 +116,10 @@ def paged_index_scores(
     Raises:
         ValueError: tensors or a record that the kernels do not take.
     """
-    if _scored_in_triton(queries):
-        from deepseek_attn.kernels.indexer.launch import paged_index_scores as op
-    else:
-        from deepseek_attn.kernels.indexer.reference import paged_index_scores as op
-    return op(queries, keys, num_visible, width, skip, out)
+    ...
 
 
+@contract(when=lambda scores, lens, k, *_, **__: runs_triton(scores) and k <= MAX_TRITON_TOPK)
 def topk_indices(
     scores: Tensor,
     lens: Tensor,
@@ -154,11 +148,7 @@ def topk_indices(
         Ties: the smaller index. NaN counts as -inf; such columns are valid and fill a row only after every other valid
         column. A row depends on nothing but its own scores and length. Triton serves ``k`` up to `MAX_TRITON_TOPK`.
     """
-    if runs_triton(scores) and k <= MAX_TRITON_TOPK:
-        from deepseek_attn.kernels.indexer.launch import topk_indices as op
-    else:
-        from deepseek_attn.kernels.indexer.reference import topk_indices as op
-    return op(scores, lens, k, out, keys, out_slots)
+    ...
 
 
 def index_select(
@@ -196,11 +186,6 @@ def index_select(
     else:
         from deepseek_attn.kernels.indexer.reference import index_select as op
     return op(queries, keys, num_visible, k, width, out, out_slots, candidates)
-
-
-def _in_triton(rows: IndexQueryRows) -> bool:
-    """Whether the Triton kernel takes these heads, where they are."""
-    return runs_triton(rows.q) and rows.q.shape[1] == rows.weights.shape[1] * TRITON_HEAD_DIM
 
 
 def _scored_in_triton(queries: IndexQueries) -> bool:

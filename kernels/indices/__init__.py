@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.dispatch import contract
 from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
 
 
+@contract()
 def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: int, offset: int = 0) -> DecodeRows:
     """Positions of ``rows_per_request`` rows of each request, and which of them are padding.
 
@@ -23,26 +24,20 @@ def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: in
         ends: int64 ``[B]``; rows at or beyond them are padding.
         max_len: positions are at most ``max_len - 1``, for which there are tables and rotations.
     """
-    if runs_triton(starts):
-        from deepseek_attn.kernels.indices.launch import decode_rows as op
-    else:
-        from deepseek_attn.kernels.indices.reference import decode_rows as op
-    return op(starts, ends, rows_per_request, max_len, offset)
+    ...
 
 
+@contract()
 def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> EntryCounts:
     """How many entries each token sees, ``(position + 1) // ratio``, and reads: at most ``topk``. 0 for padding.
 
     Args:
         positions: int64 ``[T]``; is_valid: bool ``[T]``.
     """
-    if runs_triton(positions):
-        from deepseek_attn.kernels.indices.launch import entry_counts as op
-    else:
-        from deepseek_attn.kernels.indices.reference import entry_counts as op
-    return op(positions, is_valid, ratio, topk)
+    ...
 
 
+@contract()
 def step_indices(
     positions: Tensor,
     token_to_req: Tensor,
@@ -65,13 +60,10 @@ def step_indices(
     Raises:
         ValueError: shapes disagree, or a ratio below 1.
     """
-    if runs_triton(positions):
-        from deepseek_attn.kernels.indices.launch import step_indices as op
-    else:
-        from deepseek_attn.kernels.indices.reference import step_indices as op
-    return op(positions, token_to_req, is_valid, token_table, token_page, window, groups, decode_tokens)
+    ...
 
 
+@contract()
 def compute_global_topk_indices_and_lens(
     topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, is_valid: Tensor | None
 ) -> IndexRows:
@@ -91,13 +83,10 @@ def compute_global_topk_indices_and_lens(
     Notes:
         Rows are not compacted: ``lens`` is a prefix length only if valid entries come first.
     """
-    if runs_triton(topk_indices):
-        from deepseek_attn.kernels.indices.launch import compute_global_topk_indices_and_lens as op
-    else:
-        from deepseek_attn.kernels.indices.reference import compute_global_topk_indices_and_lens as op
-    return op(topk_indices, token_to_req, block_table, block_size, is_valid)
+    ...
 
 
+@contract()
 def combine_topk_swa_indices(
     topk_indices: Tensor,
     query_start_loc: Tensor,
@@ -140,8 +129,4 @@ def combine_topk_swa_indices(
     Raises:
         ValueError: shapes disagree, or workspace indices would not fit in int32.
     """
-    if runs_triton(topk_indices):
-        from deepseek_attn.kernels.indices.launch import combine_topk_swa_indices as op
-    else:
-        from deepseek_attn.kernels.indices.reference import combine_topk_swa_indices as op
-    return op(topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, M, N, is_valid)
+    ...

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.dispatch import contract, runs_triton
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
@@ -22,6 +22,7 @@ from deepseek_attn.kernels.insert.types import (
 )
 
 
+@contract(tensor="qr")
 def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
     """`norm_rope_insert` of the tokens and `compress_and_insert` of all compressors: all cache writes of a layer.
 
@@ -31,13 +32,10 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
         compressors: the layer's own and its indexer's, or none (layers with the window only).
         batch: of the compressors; None without any.
     """
-    if runs_triton(tokens.qr):
-        from deepseek_attn.kernels.insert.launch import insert_tokens as op
-    else:
-        from deepseek_attn.kernels.insert.reference import insert_tokens as op
-    return op(tokens, compressors, batch)
+    ...
 
 
+@contract(tensor="qr")
 def insert_latents(tokens: LatentTokens) -> Tensor:
     """All cache writes of a V3.2 layer: norms and RoPE of latent, rotary key and index key, in one launch on a GPU.
 
@@ -55,13 +53,10 @@ def insert_latents(tokens: LatentTokens) -> Tensor:
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    if runs_triton(tokens.qr):
-        from deepseek_attn.kernels.insert.launch import insert_latents as op
-    else:
-        from deepseek_attn.kernels.insert.reference import insert_latents as op
-    return op(tokens)
+    ...
 
 
+@contract(tensor="qr")
 def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
     """RMS norm of query latent and key, RoPE of the key, and its write into the cache.
 
@@ -77,13 +72,10 @@ def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    if runs_triton(tokens.qr):
-        from deepseek_attn.kernels.insert.launch import norm_rope_insert as op
-    else:
-        from deepseek_attn.kernels.insert.reference import norm_rope_insert as op
-    return op(tokens)
+    ...
 
 
+@contract(when=lambda compressors, batch: runs_triton(batch.positions))
 def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
     """Pools windows of tokens into one compressed entry each and stores it; stores the rows that open windows need.
 
@@ -100,13 +92,9 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
     """
-    if runs_triton(batch.positions):
-        from deepseek_attn.kernels.insert.launch import compress_and_insert as op
-    else:
-        from deepseek_attn.kernels.insert.reference import compress_and_insert as op
-    op(compressors, batch)
 
 
+@contract(tensor="kv")
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     """`compress_and_insert` of one compressor up to the norm: entries that are neither rotated nor stored.
 
@@ -118,13 +106,10 @@ def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if runs_triton(part.kv):
-        from deepseek_attn.kernels.insert.launch import compress_latents as op
-    else:
-        from deepseek_attn.kernels.insert.reference import compress_latents as op
-    return op(part, batch)
+    ...
 
 
+@contract()
 def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
     """Rotates the last ``rope_dim`` channels of ``rows [T, d]`` at ``positions [T]`` and stores the rows.
 
@@ -136,13 +121,9 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
     Raises:
         ValueError: rows or a pool that do not fit the record.
     """
-    if runs_triton(rows):
-        from deepseek_attn.kernels.insert.launch import rope_insert as op
-    else:
-        from deepseek_attn.kernels.insert.reference import rope_insert as op
-    op(rows, positions, cos_sin, cache)
 
 
+@contract(tensor="q")
 def query_norm_rope(raw_q: RawQueries) -> Tensor:
     """RMS norm of each head without weight, or none, RoPE of its last ``rope_dim`` channels, heads of zeros as padding.
 
@@ -153,8 +134,4 @@ def query_norm_rope(raw_q: RawQueries) -> Tensor:
         ValueError: ``num_heads`` does not divide the columns of ``q``, or exceeds ``padded_heads``; tensors that
             disagree or that the kernel does not support.
     """
-    if runs_triton(raw_q.q):
-        from deepseek_attn.kernels.insert.launch import query_norm_rope as op
-    else:
-        from deepseek_attn.kernels.insert.reference import query_norm_rope as op
-    return op(raw_q)
+    ...

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.dispatch import contract
 from deepseek_attn.kernels.latent.types import LatentQueries, LatentWeight, ProjectedValues
 
 
+@contract(tensor="q")
 def absorb_queries(queries: LatentQueries) -> Tensor:
     """Per head ``[q_nope W_UK, rope(q_pe)]``: queries for cached latents and rotary keys, and heads of zeros behind.
 
@@ -26,13 +27,10 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that disagree, or that the kernel does not support.
     """
-    if runs_triton(queries.q):
-        from deepseek_attn.kernels.latent.launch import absorb_queries as op
-    else:
-        from deepseek_attn.kernels.latent.reference import absorb_queries as op
-    return op(queries)
+    ...
 
 
+@contract()
 def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
     """Values of attended latents, head by head: ``out[t, h] = W_UV[h] latents[t, h]``, summed in float32.
 
@@ -46,20 +44,13 @@ def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that disagree.
     """
-    if runs_triton(latents):
-        from deepseek_attn.kernels.latent.launch import project_values as op
-    else:
-        from deepseek_attn.kernels.latent.reference import project_values as op
-    return op(latents, weight)
+    ...
 
 
+@contract()
 def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales: bool = True) -> ProjectedValues:
     """`project_values`, and ``kernels.linear.quantize_input(values, pow2_scales)`` where that needs no further launch.
 
     That is on a GPU with few tokens, if ``v_head_dim`` is 128: a head is then one group of channels.
     """
-    if runs_triton(latents):
-        from deepseek_attn.kernels.latent.launch import project_values_quantized as op
-    else:
-        from deepseek_attn.kernels.latent.reference import project_values_quantized as op
-    return op(latents, weight, pow2_scales)
+    ...

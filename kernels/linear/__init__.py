@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.dispatch import contract, runs_triton
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.formats import FP8_GROUPS, Segment
@@ -52,6 +52,7 @@ def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRow
     return [next(computed) if _in_triton(segment) else _in_torch(x, segment, quantized) for segment in segments]
 
 
+@contract("linear")
 def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
     """Quantises the input of FP8 linears per token and 128 channels.
 
@@ -66,11 +67,7 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
     Raises:
         ValueError: K is not a multiple of 128, or x has another rank or dtype.
     """
-    if runs_triton(x):
-        from deepseek_attn.kernels.linear.linear import quantize_input as op
-    else:
-        from deepseek_attn.kernels.linear.reference import quantize_input as op
-    return op(x, pow2_scales)
+    ...
 
 
 def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | None:

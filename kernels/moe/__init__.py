@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.dispatch import contract, runs_triton
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear import FP8_GROUPS
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED
 from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting, HostExperts
 
 
+@contract()
 def moe_route(
     x: Tensor,
     weight: Tensor,
@@ -45,11 +46,7 @@ def moe_route(
     Raises:
         ValueError: on a GPU, shapes, dtypes or groups that do not fit. Token ids are not checked there.
     """
-    if runs_triton(x):
-        from deepseek_attn.kernels.moe.launch import moe_route as op
-    else:
-        from deepseek_attn.kernels.moe.reference import moe_route as op
-    return op(x, weight, topk, score, factor, normalize, bias, groups, hashed, own)
+    ...
 
 
 def moe_experts(
@@ -106,6 +103,7 @@ def moe_experts(
     return op(x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, num_routed, add_ready, slots)
 
 
+@contract(tensor="row")
 def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
     """Copies experts of a layer that the device lacks from host memory; returns the row of each.
 
@@ -132,22 +130,15 @@ def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: experts that are not integers, or tensors of the cache that do not fit.
     """
-    if runs_triton(cache.row):
-        from deepseek_attn.kernels.moe.launch import fetch_experts as op
-    else:
-        from deepseek_attn.kernels.moe.reference import fetch_experts as op
-    return op(cache, experts)
+    ...
 
 
+@contract(tensor="row")
 def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
     """Updates ``cache.uses`` as `fetch_experts` with these experts does, and nothing else."""
-    if runs_triton(cache.row):
-        from deepseek_attn.kernels.moe.launch import count_expert_uses as op
-    else:
-        from deepseek_attn.kernels.moe.reference import count_expert_uses as op
-    op(cache, experts)
 
 
+@contract()
 def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """``silu(gate) * up`` in float32, rounded once to ``dtype``.
 
@@ -158,8 +149,4 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     Raises:
         ValueError: on a GPU, different shapes.
     """
-    if runs_triton(gate):
-        from deepseek_attn.kernels.moe.launch import swiglu as op
-    else:
-        from deepseek_attn.kernels.moe.reference import swiglu as op
-    return op(gate, up, limit, dtype)
+    ...

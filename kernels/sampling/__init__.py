@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.dispatch import contract
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 
 
+@contract()
 def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tensor, verify: bool) -> AcceptedDrafts:
     """The newest token of each request, which comes after its last row, or after its last right draft.
 
@@ -20,13 +21,10 @@ def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tenso
         starts, ends: int64 ``[B]``, positions of a request's rows; rows at or beyond ``ends`` are padding.
         verify: False: every row counts as right, padding left out.
     """
-    if runs_triton(token_ids):
-        from deepseek_attn.kernels.sampling.launch import accept_drafts as op
-    else:
-        from deepseek_attn.kernels.sampling.reference import accept_drafts as op
-    return op(token_ids, chosen, starts, ends, verify)
+    ...
 
 
+@contract()
 def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     """Argmax of each row of ``logits``.
 
@@ -40,8 +38,4 @@ def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     Raises:
         ValueError: on a GPU, logits of another dtype or rank, or an empty vocabulary.
     """
-    if runs_triton(logits):
-        from deepseek_attn.kernels.sampling.launch import greedy_tokens as op
-    else:
-        from deepseek_attn.kernels.sampling.reference import greedy_tokens as op
-    return op(logits, invalid_token)
+    ...

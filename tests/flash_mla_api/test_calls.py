@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import deepseek_attn.kernels.attention as kernels
 from deepseek_attn import flash_mla_api
 from deepseek_attn.config.numerics import PRESETS
 from deepseek_attn.flash_mla_api import (
@@ -22,6 +21,7 @@ from deepseek_attn.flash_mla_api import (
 )
 from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
+from deepseek_attn.kernels.common import dispatch
 from deepseek_attn.models.block import attention_layers
 from tests.flash_mla_api.cases import Decode, Dense, Prefill
 from tests.support import fake_flash_mla
@@ -74,7 +74,7 @@ def test_in_triton_under_its_interpreter(monkeypatch, report, device):
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1; on a GPU test_awkward_sizes runs in Triton")
     used = []
-    monkeypatch.setattr(kernels, "runs_triton", lambda tensor: used.append(tensor) or True)
+    monkeypatch.setattr(dispatch, "runs_triton", lambda tensor: used.append(tensor) or True)
     SMALL.run(flash_mla_api, device, report)
     assert used
 

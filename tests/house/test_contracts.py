@@ -1,4 +1,4 @@
-"""Ops have one signature: in the contract, in the kernels' module and in the reference, which the contract names."""
+"""Ops have one signature: in the contract, in the kernels' module and in the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 
 
 def chosen(function: ast.FunctionDef) -> tuple[str, str] | None:
-    """The op that a contract imports from another module, and the module of its kernels; None if it imports none."""
+    """The op that a contract calls in another module, and the module of its kernels; None if it calls none."""
+    for call in function.decorator_list:
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "contract":
+            return function.name, ast.literal_eval(call.args[0]) if call.args else "launch"
     for node in ast.walk(function):
         if isinstance(node, ast.If) and node.orelse:
             kernels, reference = node.body[0], node.orelse[0]
