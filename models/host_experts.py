@@ -1,73 +1,30 @@
-"""Routed experts in pinned host memory: the rows on the GPU that hold some of them, and the order of the copies.
+"""Routed experts in pinned host memory: what the rows on the GPU hold, and the order of the copies.
 
-All layers with experts of one format share stacks on the GPU. Each layer caches S of its E experts in rows of its own.
-Behind these rows are two areas of E - S rows, which layers use in turn, for experts that one call alone needs.
-
-* Few tokens: `fetch_experts` copies the experts that the tokens chose and the GPU lacks, on the stream of the step.
-* Many tokens need nearly every expert: all experts that are not cached are copied ahead of the routing, on a stream of
-  its own, while the layer before computes. The copies read the residents on the device, so that the bus carries E - S
-  experts of a layer; DMA would need the host to know them.
+* Few tokens: `fetch_experts` copies the experts that the tokens chose and the GPU lacks. The device finds them, so that
+  CUDA graphs hold all of it. The copies run on a stream of their own: the first product waits for w1 and w3 alone.
+* Many tokens need nearly every expert: all experts that are not cached are copied ahead of the routing, while the
+  layers before compute. The host reads once per step which experts are cached and lets the GPU's copy engine do it:
+  copies by a kernel are slower (50.5 and 55.3 GB/s, H200), and products start late on multiprocessors that copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deepseek_attn.kernels.moe import ExpertStack, HostExperts, count_expert_uses, fetch_experts
+from deepseek_attn.kernels.moe import ExpertSlots, HostExperts, count_expert_uses, fetch_experts
 from deepseek_attn.kernels.moe.types import copied_parts, expert_parts
 from deepseek_attn.layers.expert_memory import ExpertStats
+from deepseek_attn.models.expert_rows import HOST_AREAS, RowRange, Stacks, divide_rows
 from deepseek_attn.utils.sizes import show_bytes
 
 STREAM_LOAD = 2
 """Pairs of a token and an expert, per expert of the layer, from which on all experts are copied ahead: of random
 routings 0.86 of the experts are needed then."""
-AREAS = 2  # for the layer that computes, and for the next one's copies
-
-Stacks = tuple[ExpertStack, ExpertStack, ExpertStack]
-"""w1, w3 and w2."""
-
-
-class ExpertFormat(NamedTuple):
-    """Layers whose experts have the same tensors.
-
-    Attributes:
-        experts: E; nbytes: of one expert; layers: their number.
-    """
-
-    experts: int
-    nbytes: int
-    layers: int
-
-    def held(self, cached: int) -> int:
-        """Bytes on the GPU if each layer caches this number of experts, or all that it has."""
-        cached = min(cached, self.experts)
-        return self.nbytes * (self.layers * cached + AREAS * (self.experts - cached))
-
-
-def cached_experts(formats: Sequence[ExpertFormat], budget: int) -> int:
-    """The largest number of experts that each layer may cache within ``budget`` bytes on the GPU.
-
-    Raises:
-        ValueError: the budget does not suffice for one of each layer.
-    """
-    most = max(form.experts for form in formats)
-    held = {cached: sum(form.held(cached) for form in formats) for cached in range(1, most + 1)}
-    fitting = [cached for cached, nbytes in held.items() if nbytes <= budget]
-    if not fitting:
-        layers = sum(form.layers for form in formats)
-        raise ValueError(
-            f"{budget:,} bytes of GPU memory for routed experts in host memory: the least is {min(held.values()):,}, "
-            f"for one expert of each of {layers} layers, and twice the other experts of a layer, which prompts are "
-            "computed from. Raise expert_cache_bytes, free GPU memory, or use more ranks"
-        )
-    return fitting[-1]
 
 
 class LayerExperts:
@@ -75,15 +32,18 @@ class LayerExperts:
 
     Attributes:
         state: rows and copies of the layer.
-        stream: where copies ahead run; None but on a GPU.
-        following: the layer whose experts are copied while this one computes.
+        area: number of the area behind the cached rows that it uses.
+        stream: where copies run; None but on a GPU.
+        successor: the next layer that uses the same area.
+        known: row of each expert, -1 for others, as the host read them for this step; None: not read.
     """
 
-    def __init__(self, state: HostExperts, stream: torch.cuda.Stream | None):
-        self.state, self.stream = state, stream
-        self.following: LayerExperts | None = None
+    def __init__(self, state: HostExperts, area: int, stream: torch.cuda.Stream | None):
+        self.state, self.area, self.stream = state, area, stream
+        self.successor: LayerExperts | None = None
+        self.known: list[int] | None = None
         self._arrived: torch.cuda.Event | None = None
-        self._is_ahead = False
+        self._is_ahead = self._hands_over = False
 
     @property
     def stacks(self) -> Stacks:
@@ -96,22 +56,31 @@ class LayerExperts:
         return len(self.state.owner) == len(self.state.row)
 
     def wants_all(self, pairs: int) -> bool:
-        """Whether a call with this number of pairs of a token and an expert takes all experts."""
-        return not self.has_all and pairs >= STREAM_LOAD * len(self.state.row)
+        """Whether a call with this number of pairs of a token and an expert takes all experts.
 
-    def find(self, experts: Tensor) -> Tensor:
-        """The row of each expert of a routing ``[T, k]``, once the next launches run: ``slots`` of `moe_experts`."""
+        Never in a CUDA graph: the experts that are cached change from one launch of it to the next.
+        """
+        many = not self.has_all and pairs >= STREAM_LOAD * len(self.state.row)
+        return many and not (self.stream is not None and torch.cuda.is_current_stream_capturing())
+
+    def find(self, experts: Tensor) -> ExpertSlots:
+        """The row of each expert of a routing ``[T, k]``, for the next `moe_experts`; `release` follows it."""
         if self.has_all:
-            return self.state.row
-        wants_all = self.wants_all(experts.numel())
+            return ExpertSlots(self.state.row)
+        experts, wants_all = experts.contiguous(), self.wants_all(experts.numel())
         if not self._is_ahead and not wants_all:
-            return fetch_experts(self.state, experts.contiguous())
+            return fetch_experts(self.state, experts, self.stream)
         self.copy_ahead()
-        if self.following is not None and wants_all:
-            self.following.copy_ahead()
         self.finish()
-        count_expert_uses(self.state, experts.contiguous())
-        return self.state.found
+        self._hands_over = wants_all
+        count_expert_uses(self.state, experts)
+        return ExpertSlots(self.state.found)
+
+    def release(self) -> None:
+        """The layer's products are launched: its area is the successor's, which is copied ahead as this one was."""
+        if self._hands_over and self.successor is not None:
+            self.successor.copy_ahead()
+        self._hands_over = False
 
     def copy_ahead(self) -> None:
         """Starts to copy all experts that are not cached, unless that has been done for the coming call.
@@ -121,12 +90,14 @@ class LayerExperts:
         if self._is_ahead or self.has_all:
             return
         self._is_ahead = True
+        if self.state.row.is_meta:
+            return
         if self.stream is None:
-            fetch_experts(self.state)
+            self._copy_missing()
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
-            fetch_experts(self.state)
+            self._copy_missing()
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
@@ -134,7 +105,32 @@ class LayerExperts:
         """Lets the next launches wait for copies ahead, used or not."""
         if self._arrived is not None:
             self._arrived.wait()
-        self._is_ahead, self._arrived = False, None
+        self._is_ahead, self._hands_over, self._arrived, self.known = False, False, None, None
+
+    def _copy_missing(self) -> None:
+        """Launches copies of the experts that are not cached, to the area in order of their ids."""
+        state = self.state
+        found = state.row.tolist() if self.known is None else list(self.known)
+        place = state.staged
+        parts = list(zip(expert_parts(state.device), expert_parts(state.host), strict=True))
+        for first, end in _missing_runs(found):
+            for target, source in parts:
+                target[place : place + end - first].copy_(source[first:end], non_blocking=True)
+            found[first:end] = range(place, place + end - first)
+            place += end - first
+        rows = torch.tensor(found, dtype=torch.int32, device="cpu", pin_memory=self.stream is not None)
+        state.found.copy_(rows, non_blocking=True)
+
+
+def _missing_runs(rows: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, end) of the longest runs of experts whose row is -1."""
+    first = None
+    for expert, row in enumerate([*rows, 0]):
+        if row < 0 and first is None:
+            first = expert
+        elif row >= 0 and first is not None:
+            yield first, expert
+            first = None
 
 
 @dataclass(eq=False)
@@ -143,10 +139,14 @@ class ExpertRows:
 
     Attributes:
         layers: in the order in which a step calls them, then layers that drafts call.
+        leaders: the first layer of each area, in the order of a step.
+        table: int32 ``[layers, ...]``, the row of each cached expert of each layer.
         nbytes: on the GPU; cached: experts that each layer caches, or all that it has.
     """
 
     layers: list[LayerExperts]
+    leaders: list[LayerExperts]
+    table: Tensor
     nbytes: int
     cached: int
 
@@ -164,21 +164,24 @@ class ExpertRows:
         Raises:
             ValueError: see `cached_experts`.
         """
-        kinds = expert_formats(stacks)
-        cached = 1 if budget is None else cached_experts([form for form, _ in kinds], budget)
+        divided = divide_rows(stacks, device, budget, HOST_AREAS)
         stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        layers: dict[int, LayerExperts] = {}
-        for form, found in kinds:
-            rows = min(cached, form.experts)
-            shared = _empty_rows(stacks[found[0]], len(found) * rows + AREAS * (form.experts - rows), device)
-            for place, number in enumerate(found):
-                staged = len(found) * rows + place % AREAS * (form.experts - rows)
-                state = _with_first_experts(stacks[number], shared, place * rows, rows, staged)
-                layers[number] = LayerExperts(state, stream)
-        ordered = [layers[number] for number in range(len(stacks))]
-        for layer, following in pairwise(ordered[:in_turn]):
-            layer.following = following
-        return cls(ordered, sum(form.held(cached) for form, _ in kinds), cached)
+        width = -(-max(len(host[0].weight) for host in stacks) // 4) * 4  # rows of the table stay aligned
+        table = torch.full((len(stacks), width), -1, dtype=torch.int32, device=device)
+        layers = [
+            LayerExperts(_with_first_experts(host, rows, table[number, : len(host[0].weight)]), rows.area, stream)
+            for number, (host, rows) in enumerate(zip(stacks, divided.layers, strict=True))
+        ]
+        last: dict[tuple[int, int], LayerExperts] = {}
+        leaders = []
+        for layer in layers[:in_turn]:
+            before = last.get(area := (id(layer.stacks), layer.area))
+            if before is None:
+                leaders.append(layer)
+            else:
+                before.successor = layer
+            last[area] = layer
+        return cls(layers, leaders, table, divided.nbytes, divided.cached)
 
     @property
     def stats(self) -> ExpertStats:
@@ -200,9 +203,18 @@ class ExpertRows:
         )
 
     def begin(self, pairs: int) -> None:
-        """Starts the first layer's copies for a step with this number of pairs, before its embedding is computed."""
-        if self.layers[0].wants_all(pairs):
-            self.layers[0].copy_ahead()
+        """Starts the first copies for a step with this number of pairs, before its embedding is computed.
+
+        If the step copies all experts, the host waits for the device once, to read which of them are cached.
+        """
+        leaders = [layer for layer in self.leaders if layer.wants_all(pairs)]
+        if not leaders:
+            return
+        if not self.table.is_meta:
+            for layer, rows in zip(self.layers, self.table.tolist(), strict=True):
+                layer.known = rows[: len(layer.state.row)]
+        for layer in leaders:
+            layer.copy_ahead()
 
     def end(self) -> None:
         """Lets the next launches wait for copies that no layer took: a step failed, or left layers out."""
@@ -215,44 +227,19 @@ class ExpertRows:
         return [before, model.register_forward_hook(lambda *args: self.end(), always_call=True)]
 
 
-def expert_formats(stacks: Sequence[Stacks]) -> list[tuple[ExpertFormat, list[int]]]:
-    """The formats of layers with these stacks, each with the numbers of its layers."""
-    kinds: dict[Any, list[int]] = {}
-    for number, layer in enumerate(stacks):
-        parts = tuple(None if part is None else (part.dtype, part.shape[1:]) for stack in layer for part in stack)
-        kinds.setdefault((len(layer[0].weight), parts), []).append(number)
-
-    def nbytes(layer: Stacks) -> int:
-        return sum(part[0].nbytes for part in expert_parts(layer))
-
-    return [(ExpertFormat(E, nbytes(stacks[found[0]]), len(found)), found) for (E, _), found in kinds.items()]
-
-
-def _empty_rows(stacks: Stacks, rows: int, device: torch.device) -> Stacks:
-    """Stacks of ``rows`` experts like those in host memory."""
-
-    def empty(part: Tensor) -> Tensor:
-        return torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device=device)
-
-    w1, w3, w2 = (
-        ExpertStack(empty(weight), *(None if part is None else empty(part) for part in others))
-        for weight, *others in stacks
-    )
-    return w1, w3, w2
-
-
-def _with_first_experts(host: Stacks, shared: Stacks, first: int, rows: int, staged: int) -> HostExperts:
-    """State of a layer whose first experts are in its rows."""
-    device, E = shared[0].weight.device, len(host[0].weight)
-    for source, target in zip(expert_parts(host), expert_parts(shared), strict=True):
-        target[first : first + rows].copy_(source[:rows], non_blocking=True)
+def _with_first_experts(host: Stacks, rows: RowRange, row: Tensor) -> HostExperts:
+    """State of a layer whose first experts are in its rows; ``row``: int32 ``[E]`` of -1."""
+    (stacks, first, cached, staged, _), device, E = rows, row.device, len(row)
+    for source, target in zip(expert_parts(host), expert_parts(stacks), strict=True):
+        target[first : first + cached].copy_(source[:cached], non_blocking=True)
 
     def filled(value: int, *shape: int) -> Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=device)
 
-    row, owner = filled(-1, E), torch.arange(rows, dtype=torch.int32, device=device)
-    row[:rows] = owner + first
+    owner = torch.arange(cached, dtype=torch.int32, device=device)
+    row[:cached] = owner + first
     return HostExperts(
-        host, shared, row, owner, filled(0, E), first, staged, filled(0, E), filled(0, 2, E), filled(0, 1),
-        torch.zeros(2, dtype=torch.int64, device=device), copied_parts(host, shared),
+        host, stacks, row, owner, filled(0, E), first, staged, filled(0, E), filled(0, 2, E), filled(0, 1),
+        torch.zeros(2, dtype=torch.int64, device=device), copied_parts(host[:2], stacks[:2]),
+        copied_parts(host[2:], stacks[2:]),
     )  # fmt: skip

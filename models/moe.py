@@ -203,8 +203,10 @@ class Experts(CheckpointModule):
                 return moe_experts(x, experts, weights, *stacks, *options)
         if self.rows is None:
             return moe_experts(x, experts, weights, *self.stacks(), *options)
-        found = self.rows.find(experts)
-        return moe_experts(x, experts, weights, *self.rows.stacks, *options, slots=found)
+        slots = self.rows.find(experts)
+        out = moe_experts(x, experts, weights, *self.rows.stacks, *options, slots=slots)
+        self.rows.release()
+        return out
 
     def stacks(self) -> tuple[ExpertStack, ExpertStack, ExpertStack]:
         """All experts, in the order in which `moe_experts` takes the projections."""

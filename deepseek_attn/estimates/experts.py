@@ -16,7 +16,7 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.estimates.floors import expected_experts, stored_bytes
 from deepseek_attn.estimates.machines import CPU
 from deepseek_attn.estimates.ranks import RankModel
-from deepseek_attn.models.host_experts import ExpertFormat
+from deepseek_attn.models.expert_rows import HOST_AREAS, ExpertFormat
 from deepseek_attn.utils.sizes import largest
 
 HIT_RATES = (0.3, 0.6, 0.9)
@@ -61,7 +61,7 @@ class ExpertSizes:
 
     def on_gpu(self, budget: int) -> tuple[int, int]:
         """Experts that each layer keeps on a GPU within ``budget`` bytes, and bytes of all rows; (0, 0) for none."""
-        form = ExpertFormat(self.experts, self.nbytes, self.layers)
+        form = ExpertFormat(self.experts, self.nbytes, self.layers, min(HOST_AREAS, self.layers))
         cached = largest(lambda count: form.held(max(count, 1)) <= budget, 0, self.experts)
         return (cached, form.held(cached)) if cached else (0, 0)
 

@@ -59,10 +59,10 @@ class ExpertFiles:
         readers = ExpertReaders(weight for linear in projections for weight in linear.unread.values())
         if device.type != "cpu":
             budget = memory.cache_bytes or gpu_budget(device, tokens)
-            found, slots, nbytes = keep_on_device([layer.projections for layer in layers], device, budget, readers)
+            found, divided = keep_on_device([layer.projections for layer in layers], device, budget, readers)
             for layer, rows in zip(layers, found, strict=True):
                 layer.rows = rows
-            return cls(min(slots, experts), experts, nbytes, readers)
+            return cls(min(divided.cached, experts), experts, divided.nbytes, readers)
         one = sum(next(iter(linear.unread.values())).nbytes for linear in projections)
         size = memory.cache_bytes or int(available_memory() * FREE_SHARE) // ranks
         slots = max(1, min(experts, size // one))

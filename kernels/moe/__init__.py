@@ -9,7 +9,15 @@ from deepseek_attn.kernels.common.dispatch import contract, runs_triton
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear import FP8_GROUPS
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED
-from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting, HostExperts
+from deepseek_attn.kernels.moe.types import (
+    UNGROUPED,
+    ExpertGroups,
+    ExpertRange,
+    ExpertSlots,
+    ExpertStack,
+    HashRouting,
+    HostExperts,
+)
 
 
 @contract()
@@ -62,7 +70,7 @@ def moe_experts(
     add: Tensor | None = None,
     num_routed: int | None = None,
     add_ready: torch.cuda.Event | None = None,
-    slots: Tensor | None = None,
+    slots: ExpertSlots | None = None,
 ) -> Tensor:
     """Weighted sum of ``w2(swiglu(w1 x, w3 x))`` over the experts of each token.
 
@@ -79,8 +87,8 @@ def moe_experts(
         add: ``[T, D]``, added to the sum before it is rounded.
         num_routed: experts that the router chooses from, including other ranks' experts; default: E. For speed only.
         add_ready: event of another stream that completes ``add``: only the sum waits for it. CUDA only.
-        slots: int32 ``[E]``, the row of the stacks that holds each expert, which then need not have E rows. Only rows
-            of chosen experts are read. None: expert e is in row e. The result is the same to the bit.
+        slots: the row of the stacks that holds each expert; the stacks then need not have E rows. None: expert e is in
+            row e. The result is the same to the bit.
 
     Returns:
         Float32 ``[T, D]``; with ``add``, in the dtype of x. A token's experts add up in the order of their ids, so the
@@ -104,7 +112,7 @@ def moe_experts(
 
 
 @contract(tensor="row")
-def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
+def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None) -> ExpertSlots:
     """Copies experts of a layer that the device lacks from host memory; returns the row of each.
 
     Which experts are copied follows from data on the device: the host does not wait, and CUDA graphs may hold the call.
@@ -116,12 +124,11 @@ def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
             are copied. They replace the cached experts that are used least, of those that these tokens do not need:
             rows without an expert first, then the smallest ``uses``, of equal ones the lower id. If more are needed
             than the layer has rows, the rest goes to the rows from ``staged`` on, in order of their ids.
-            None: all experts that are not cached are copied to the rows from ``staged`` on, in order of their ids;
-            the rest of the cache's state stays as it is.
+        stream: runs the copies, of w1 and w3 first: the call's other launches, and its first product, do not wait for
+            w2. None: copies run in order. CUDA only.
 
     Returns:
-        ``cache.found``, for ``slots`` of `moe_experts`: int32 ``[E]``, the rows of the needed experts; of others,
-        without a meaning.
+        for `moe_experts`; ``rows`` is ``cache.found``, of experts that are not needed without a meaning.
 
     Notes:
         Each call takes a 64th off every count of use and adds 4096 for each token that chose the expert, 255 of them

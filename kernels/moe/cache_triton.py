@@ -48,7 +48,7 @@ def choose_rows_kernel(
     """One program: counts uses, and lists the experts to copy in order of their ids, with their rows.
 
     Args:
-        experts_ptr: ``[pairs]``, -1 for experts of other ranks; None: all experts are needed, and no row changes.
+        experts_ptr: ``[pairs]``, -1 for experts of other ranks.
         cache: `CacheState`; num_rows, first, staged: S, and rows, of `HostExperts`.
         BINS, ROWS: powers of two, more than E and at least E. FETCH: False: only uses are counted.
     """
@@ -57,53 +57,47 @@ def choose_rows_kernel(
     if PDL:
         gdc_wait()  # until the router has written the experts, and earlier products have read the rows
         gdc_launch_dependents()
-    if experts_ptr is not None:
-        tokens = tl.zeros((BINS,), tl.int32)
-        for start in tl.range(0, pairs, BLOCK):
-            pair = start + tl.arange(0, BLOCK)
-            chosen = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-            # experts of other ranks are counted in a bin behind all experts
-            tokens += tl.histogram(tl.where(chosen < 0, E, chosen), BINS)
-        uses = tl.load(cache.uses + expert, mask=inside, other=0)
-        uses = uses - (uses >> _DECAY) + tl.minimum(tokens, _MAX_TOKENS) * _USE
-        tl.debug_barrier()  # until every warp has loaded the counts: several may hold the same ones
-        tl.store(cache.uses + expert, uses, mask=inside)
+    tokens = tl.zeros((BINS,), tl.int32)
+    for start in tl.range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        chosen = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
+        # experts of other ranks are counted in a bin behind all experts
+        tokens += tl.histogram(tl.where(chosen < 0, E, chosen), BINS)
+    uses = tl.load(cache.uses + expert, mask=inside, other=0)
+    uses = uses - (uses >> _DECAY) + tl.minimum(tokens, _MAX_TOKENS) * _USE
+    tl.debug_barrier()  # until every warp has loaded the counts: several may hold the same ones
+    tl.store(cache.uses + expert, uses, mask=inside)
     if FETCH:
         row = tl.load(cache.row + expert, mask=inside, other=0)
-        if experts_ptr is None:
-            missing = inside & (row < 0)
-            place = tl.cumsum(missing.to(tl.int32), 0) - 1
-            found = tl.where(missing, staged + place, row)
-        else:
-            needed = inside & (tokens > 0)
-            missing = needed & (row < 0)
-            tl.store(cache.totals, tl.load(cache.totals) + tl.sum(needed.to(tl.int32), 0))
-            tl.store(cache.totals + 1, tl.load(cache.totals + 1) + tl.sum(missing.to(tl.int32), 0))
-            place = tl.cumsum(missing.to(tl.int32), 0) - 1
-            found = row
-            if tl.sum(missing.to(tl.int32), 0) > 0:
-                slot = tl.arange(0, ROWS)
-                owner = tl.load(cache.owner + slot, mask=slot < num_rows, other=-1)
-                has_owner = owner >= 0
-                owner_place = tl.where(has_owner, owner, 0)
-                is_kept = has_owner & (tl.gather(needed.to(tl.int32), owner_place, 0) > 0)
-                may_replace = (slot < num_rows) & ~is_kept
-                # rows without an expert come first, then the least used experts, of equal ones the lower id
-                count = tl.where(has_owner, tl.gather(uses, owner_place, 0) + 1, 0).to(tl.int64)
-                key = (count << 32) | (tl.where(has_owner, owner, slot).to(tl.int64) << 16)
-                key = tl.where(may_replace, key, _KEPT) | slot.to(tl.int64)
-                replaced = (tl.sort(key) & 0xFFFF).to(tl.int32)
-                available = tl.sum(may_replace.to(tl.int32), 0)
-                taken = tl.minimum(tl.sum(missing.to(tl.int32), 0), available)
-                is_cached = missing & (place < available)
-                target = tl.gather(replaced, tl.minimum(tl.maximum(place, 0), ROWS - 1), 0)
-                found = tl.where(is_cached, first + target, found)
-                found = tl.where(missing & (place >= available), staged + place - available, found)
-                old = tl.gather(owner, replaced, 0)
-                tl.debug_barrier()  # until every warp has loaded rows and owners
-                tl.store(cache.row + old, -1, mask=(slot < taken) & (old >= 0))
-                tl.store(cache.row + expert, found, mask=is_cached)
-                tl.store(cache.owner + target, expert, mask=is_cached)
+        needed = inside & (tokens > 0)
+        missing = needed & (row < 0)
+        tl.store(cache.totals, tl.load(cache.totals) + tl.sum(needed.to(tl.int32), 0))
+        tl.store(cache.totals + 1, tl.load(cache.totals + 1) + tl.sum(missing.to(tl.int32), 0))
+        place = tl.cumsum(missing.to(tl.int32), 0) - 1
+        found = row
+        if tl.sum(missing.to(tl.int32), 0) > 0:
+            slot = tl.arange(0, ROWS)
+            owner = tl.load(cache.owner + slot, mask=slot < num_rows, other=-1)
+            has_owner = owner >= 0
+            owner_place = tl.where(has_owner, owner, 0)
+            is_kept = has_owner & (tl.gather(needed.to(tl.int32), owner_place, 0) > 0)
+            may_replace = (slot < num_rows) & ~is_kept
+            # rows without an expert come first, then the least used experts, of equal ones the lower id
+            count = tl.where(has_owner, tl.gather(uses, owner_place, 0) + 1, 0).to(tl.int64)
+            key = (count << 32) | (tl.where(has_owner, owner, slot).to(tl.int64) << 16)
+            key = tl.where(may_replace, key, _KEPT) | slot.to(tl.int64)
+            replaced = (tl.sort(key) & 0xFFFF).to(tl.int32)
+            available = tl.sum(may_replace.to(tl.int32), 0)
+            taken = tl.minimum(tl.sum(missing.to(tl.int32), 0), available)
+            is_cached = missing & (place < available)
+            target = tl.gather(replaced, tl.minimum(tl.maximum(place, 0), ROWS - 1), 0)
+            found = tl.where(is_cached, first + target, found)
+            found = tl.where(missing & (place >= available), staged + place - available, found)
+            old = tl.gather(owner, replaced, 0)
+            tl.debug_barrier()  # until every warp has loaded rows and owners
+            tl.store(cache.row + old, -1, mask=(slot < taken) & (old >= 0))
+            tl.store(cache.row + expert, found, mask=is_cached)
+            tl.store(cache.owner + target, expert, mask=is_cached)
         tl.store(cache.found + expert, found, mask=inside)
         tl.store(cache.moves + place, expert, mask=missing)
         tl.store(cache.moves + E + place, found, mask=missing)

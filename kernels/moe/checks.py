@@ -8,7 +8,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import INTS, check
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.plans import cdiv
-from deepseek_attn.kernels.moe.types import ExpertGroups, ExpertStack, HashRouting, HostExperts
+from deepseek_attn.kernels.moe.types import ExpertGroups, ExpertSlots, ExpertStack, HashRouting, HostExperts
 
 _SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
 
@@ -46,10 +46,10 @@ def check_experts(
     stacks: tuple[ExpertStack, ExpertStack, ExpertStack],
     group: int,
     add: Tensor | None,
-    slots: Tensor | None = None,
+    slots: ExpertSlots | None = None,
 ) -> None:
     """Raises ValueError: arguments of `moe_experts` that do not fit; ``group``: of FP8 weights."""
-    check("slots", slots, ("E",), torch.int32, contiguous=True)
+    check("rows of slots", None if slots is None else slots.rows, ("E",), torch.int32, contiguous=True)
     check("x", x, ("T", "D"), FLOATS)
     check("experts", experts, (len(x), "k"), INTS)
     check("weights", weights, experts.shape, torch.float32)
@@ -71,7 +71,7 @@ MAX_CACHED = 8192
 """Experts of a layer that `fetch_experts` chooses from: one program holds them all."""
 
 
-def check_cache(cache: HostExperts, experts: Tensor | None) -> None:
+def check_cache(cache: HostExperts, experts: Tensor) -> None:
     """Raises ValueError: arguments of `fetch_experts` that do not fit."""
     check("the experts of a cache", cache.row, ("E",), torch.int32, contiguous=True)
     E, S = len(cache.row), len(cache.owner)

@@ -52,8 +52,10 @@ from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, mo
 from deepseek_attn.kernels.moe.types import (
     COPY_BYTES,
     UNGROUPED,
+    CopiedParts,
     ExpertGroups,
     ExpertRange,
+    ExpertSlots,
     ExpertsPass,
     ExpertStack,
     HashRouting,
@@ -117,7 +119,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
 def moe_experts(
     x: Tensor, experts: Tensor, weights: Tensor, w1: ExpertStack, w3: ExpertStack, w2: ExpertStack, limit: float,
     weigh_output: bool = False, input_format: InputFormat = UNQUANTIZED, add: Tensor | None = None,
-    num_routed: int | None = None, add_ready: torch.cuda.Event | None = None, slots: Tensor | None = None,
+    num_routed: int | None = None, add_ready: torch.cuda.Event | None = None, slots: ExpertSlots | None = None,
 ) -> Tensor:  # fmt: skip
     """See `kernels.moe.moe_experts`."""
     stacks = w1, w3, w2
@@ -134,9 +136,7 @@ def moe_experts(
             x[part], experts[part], weights[part], *stacks, float(limit), weigh_output, input_format,
             None if add is None else add[part], add_ready, slots, out[part],
         )  # fmt: skip
-        problem = ExpertsProblem.of(
-            arguments.x, arguments.experts, stacks, input_format, num_routed, arguments.num_experts
-        )
+        problem = ExpertsProblem.of(arguments.x, arguments.experts, stacks, input_format, num_routed, slots)
         launch(plan_experts(problem, gpu(x.device)), arguments)
     return out
 
@@ -169,7 +169,8 @@ def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
 def launch_grouped(plan: ExpertsPlan, products: GroupedProducts, arguments: ExpertsPass) -> Tensor:
     """Outputs of all pairs ``[T * k, D]`` by `grouped_product_kernel`, without their weights if ``weigh_output``."""
     x, w1, input_format, factors = arguments.x, arguments.w1, arguments.input_format, products.factors
-    routing = PairRouting(arguments.experts, arguments.weights, None, None, arguments.slots)
+    slots = arguments.slots
+    routing = PairRouting(arguments.experts, arguments.weights, None, None, None if slots is None else slots.rows)
     if plan.grouping.kernel == "place_pairs_kernel":
         tile, block = plan.product.config.pairs, plan.grouping.config
         routing = group_pairs(routing, arguments.num_experts, tile, block, plan.pdl)
@@ -177,8 +178,12 @@ def launch_grouped(plan: ExpertsPlan, products: GroupedProducts, arguments: Expe
     hidden = torch.empty(pairs, w1.weight.shape[1], dtype=x.dtype, device=x.device)
     outputs = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
     inputs = _product_input(plan.inputs, plan, factors, x, input_format)
+    if slots is not None and slots.gates_ready is not None:
+        slots.gates_ready.wait()
     _product(plan, factors, arguments, inputs, True, routing, hidden)
     inputs = _product_input(products.hidden, plan, factors, hidden, input_format)
+    if slots is not None and slots.outputs_ready is not None:
+        slots.outputs_ready.wait()
     _product(plan, factors, arguments, inputs, False, routing, outputs)
     return outputs
 
@@ -278,14 +283,35 @@ def _pointers(stack: ExpertStack, as_bytes: bool) -> StackPointers:
     return StackPointers(stack.weight.view(torch.uint8) if as_bytes else stack.weight, stack.scale)
 
 
-def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
+def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None) -> ExpertSlots:
     """See `kernels.moe.fetch_experts`."""
     check_cache(cache, experts)
-    if experts is not None and not experts.numel():
-        return cache.found
-    plan = plan_fetch(FetchProblem(len(cache.row), cache.parts.aligned), gpu(cache.row.device))
+    if not experts.numel():
+        return ExpertSlots(cache.found)
+    plan = _fetch_plan(cache)
     _choose_rows(plan, cache, experts, True)
-    copy, parts = plan.copy.config, cache.parts
+    if stream is None:
+        _copy_parts(plan, cache, cache.gates)
+        _copy_parts(plan, cache, cache.outputs)
+        return ExpertSlots(cache.found)
+    gates_ready, outputs_ready = torch.cuda.Event(), torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        _copy_parts(plan, cache, cache.gates)
+        gates_ready.record()
+        _copy_parts(plan, cache, cache.outputs)
+        outputs_ready.record()
+    return ExpertSlots(cache.found, gates_ready, outputs_ready)
+
+
+def _fetch_plan(cache: HostExperts) -> FetchPlan:
+    aligned = cache.gates.aligned and cache.outputs.aligned
+    return plan_fetch(FetchProblem(len(cache.row), aligned), gpu(cache.row.device))
+
+
+def _copy_parts(plan: FetchPlan, cache: HostExperts, parts: CopiedParts) -> None:
+    """Launches the copies of these parts of the listed experts."""
+    copy = plan.copy.config
     copy_experts_kernel[(copy.size,)](
         parts.table,
         cache.moves,
@@ -299,20 +325,18 @@ def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
         enable_fp_fusion=True,
         **launch_options(copy.warps, plan.pdl),
     )
-    return cache.found
 
 
 def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
     """See `kernels.moe.count_expert_uses`."""
     check_cache(cache, experts)
     if experts.numel():
-        plan = plan_fetch(FetchProblem(len(cache.row), cache.parts.aligned), gpu(cache.row.device))
-        _choose_rows(plan, cache, experts, False)
+        _choose_rows(_fetch_plan(cache), cache, experts, False)
 
 
-def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor | None, fetch: bool) -> None:
+def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor, fetch: bool) -> None:
     """Launches the program that counts uses and, with ``fetch``, lists the experts to copy, with their rows."""
-    E, pairs = len(cache.row), 0 if experts is None else experts.numel()
+    E, pairs = len(cache.row), experts.numel()
     warps = plan.choose.config.warps
     choose_rows_kernel[(1,)](
         experts,

@@ -36,10 +36,15 @@ def launch_hopper(plan: ExpertsPlan, products: HopperProducts, arguments: Expert
     hidden = torch.empty(len(rows.pair), w1.weight.shape[1], dtype=x.dtype, device=x.device)
     outputs = torch.empty(arguments.experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     row_weights = None if arguments.weigh_output else rows.weight
+    slots = arguments.slots
+    if slots is not None and slots.gates_ready is not None:
+        slots.gates_ready.wait()
     _product(
         products.first, inputs, w1, w3, rows, ExpertOutput(hidden, rows.pair, row_weights, arguments.limit or None)
     )
     inputs = _prepared(products.hidden, hidden, None, rows, arguments)
+    if slots is not None and slots.outputs_ready is not None:
+        slots.outputs_ready.wait()
     _product(products.second, inputs, w2, None, rows, ExpertOutput(outputs, rows.pair, None, None))
     return outputs
 
@@ -56,7 +61,8 @@ def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, Qua
     )
     weight = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     rows = PairRows(pair, row, weight, tiles.view(3, capacity), num_tiles)
-    routing = RowRouting(experts, arguments.weights, arguments.slots)
+    slots = arguments.slots
+    routing = RowRouting(experts, arguments.weights, None if slots is None else slots.rows)
     block, warps = plan.grouping.config
     options = {"TILE": sizes[-1], "GRANULE": sizes[0], "num_warps": warps, "launch_pdl": True}
     if plan.inputs is None:

@@ -32,10 +32,11 @@ from deepseek_attn.kernels.common.plans import (
 )
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
-from deepseek_attn.kernels.moe.types import ExpertStack
+from deepseek_attn.kernels.moe.types import ExpertSlots, ExpertStack
 
 PASS_TOKENS = 8192  # tokens of a pass: intermediate results of 65536 tokens of V4-Flash would need 6 GB
 INVARIANT_LOAD = 48  # rows of an expert that batch-invariant launches are planned for: tiles of 64 pairs
+COPY_PROGRAMS = 8  # of a launch that copies experts from host memory
 QUAD = 4  # blocks of 128 channels whose FP4 scales `experts_hopper_kernel` loads at once, 16 bytes of a weight row
 
 
@@ -51,6 +52,7 @@ class ExpertsProblem:
         row_exponents: FP4 stacks have exponents of their rows.
         aligned: TMA can load the stacks: their addresses are multiples of 16 bytes.
         batch_invariant: the result of a token must not depend on the number of tokens.
+        beside_copies: w2 is copied while the first product runs.
     """
 
     tokens: int
@@ -65,6 +67,7 @@ class ExpertsProblem:
     row_exponents: bool = False
     aligned: bool = True
     batch_invariant: bool = False
+    beside_copies: bool = False
 
     @classmethod
     def of(
@@ -74,19 +77,19 @@ class ExpertsProblem:
         stacks: tuple[ExpertStack, ExpertStack, ExpertStack],
         input_format: InputFormat,
         num_routed: int | None,
-        num_experts: int | None = None,
+        slots: ExpertSlots | None = None,
     ) -> ExpertsProblem:
-        """The problem of a routing ``experts [T, k]`` over the stacks w1, w3 and w2, of ``num_experts`` if given."""
+        """The problem of a routing ``experts [T, k]`` over the stacks w1, w3 and w2."""
         w1 = stacks[0]
         rows, inner, _ = w1.weight.shape
-        count = num_experts or rows
+        count = rows if slots is None else len(slots.rows)
         # threads read the scales of FP8 stacks, TMA everything else
         loaded = [part for stack in stacks for part in stack[: 2 if w1.is_fp4 else 1] if part is not None]
         tokens, topk = experts.shape
         return cls(
             tokens, topk, count, num_routed or count, x.shape[1], inner, x.dtype, w1.format, input_format,
             all(stack.exponent is not None for stack in stacks), all(part.data_ptr() % 16 == 0 for part in loaded),
-            batch_invariant(),
+            batch_invariant(), slots is not None and slots.outputs_ready is not None,
         )  # fmt: skip
 
     @property
@@ -342,7 +345,11 @@ def hopper_product(
         LOADERS=loaders,
     )
     weight_rows = stack_rows // groups if blocks == 1 else stack_rows
-    return HopperProduct(tiling, weight_rows, weight_bytes, gpu.multiprocessors * tiles.programs, registers)
+    programs = gpu.multiprocessors * tiles.programs
+    # programs take whole multiprocessors, and jobs are divided before they start: one that found no room beside a
+    # program that copies would start its jobs when the copies end
+    programs -= COPY_PROGRAMS if gated and problem.beside_copies else 0
+    return HopperProduct(tiling, weight_rows, weight_bytes, programs, registers)
 
 
 # --- launches beside the products ---
@@ -510,16 +517,15 @@ def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchBlock:
 
 
 CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_program))
-# A copy needs bytes in flight, not multiprocessors: 8 programs are as fast as 264. Products run beside the copies of
-# the next layer and need the other multiprocessors.
+# A copy needs bytes in flight, not multiprocessors: 8 programs are as fast as 264, and leave the others to products.
 COPIES = one_kernel(  # programs
-    "moe.copies", "copy_experts_kernel", (ANY, LaunchBlock(32), "h200_host_experts.json: copies")
+    "moe.copies", "copy_experts_kernel", (ANY, LaunchBlock(COPY_PROGRAMS), "h200_host_experts.json: copies")
 )
 
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """Launches of `fetch_experts`: ``choose`` which experts go where, then ``copy`` them."""
+    """Launches of `fetch_experts`: ``choose`` which experts go where, then ``copy`` w1 and w3 of them, then w2."""
 
     choose: Choice
     copy: Choice

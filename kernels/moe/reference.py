@@ -15,6 +15,7 @@ from deepseek_attn.kernels.moe.types import (
     UNGROUPED,
     ExpertGroups,
     ExpertRange,
+    ExpertSlots,
     ExpertStack,
     HashRouting,
     HostExperts,
@@ -105,10 +106,13 @@ def moe_experts(
     add: Tensor | None = None,
     num_routed: int | None = None,
     add_ready: torch.cuda.Event | None = None,
-    slots: Tensor | None = None,
+    slots: ExpertSlots | None = None,
 ) -> Tensor:
     """See `deepseek_attn.kernels.moe.moe_experts`."""
-    row_of = None if slots is None else slots.tolist()
+    for ready in () if slots is None else slots[1:]:
+        if ready is not None:
+            ready.wait()
+    row_of = None if slots is None else slots.rows.tolist()
 
     def run(blocks: Sequence[Tensor], chosen: list[int], weight: Tensor) -> Tensor:
         """Weighted outputs ``[R, D]`` of blocks of rows, each of which goes through one expert."""
@@ -128,7 +132,7 @@ def moe_experts(
     if len(x) == 1 or (w1.scale is None and experts.numel() <= ROW_TILE):
         out = _row_by_row(x, experts, weights, run)
     else:
-        out = _in_tiles(x, experts, weights, len(w1.weight) if slots is None else len(slots), run)
+        out = _in_tiles(x, experts, weights, len(w1.weight) if slots is None else len(slots.rows), run)
     if add_ready is not None:
         add_ready.wait()
     return out if add is None else (out + add).to(x.dtype)
@@ -196,20 +200,17 @@ def _lay_out(expert_of_row: Tensor, count: int) -> tuple[Tensor, list[int]]:
     return place, padded.tolist()
 
 
-def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
+def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None) -> ExpertSlots:
     """See `deepseek_attn.kernels.moe.fetch_experts`."""
     rows = cache.row.tolist()
-    if experts is None:
-        missing, free = [expert for expert, row in enumerate(rows) if row < 0], []
-    else:
-        count_expert_uses(cache, experts)
-        needed = set(experts.flatten().tolist()) - {-1}
-        missing = sorted(expert for expert in needed if rows[expert] < 0)
-        cache.totals.add_(torch.tensor([len(needed), len(missing)], dtype=torch.int64, device=cache.totals.device))
-        owners, uses = cache.owner.tolist(), cache.uses.tolist()
-        # rows without an expert first
-        order = sorted((-1, slot, slot) if own < 0 else (uses[own], own, slot) for slot, own in enumerate(owners))
-        free = [slot for *_, slot in order if owners[slot] not in needed]
+    count_expert_uses(cache, experts)
+    needed = set(experts.flatten().tolist()) - {-1}
+    missing = sorted(expert for expert in needed if rows[expert] < 0)
+    cache.totals.add_(torch.tensor([len(needed), len(missing)], dtype=torch.int64, device=cache.totals.device))
+    owners, uses = cache.owner.tolist(), cache.uses.tolist()
+    # rows without an expert first
+    order = sorted((-1, slot, slot) if own < 0 else (uses[own], own, slot) for slot, own in enumerate(owners))
+    free = [slot for *_, slot in order if owners[slot] not in needed]
     found, targets = list(rows), []
     for place, expert in enumerate(missing):
         if place < len(free):
@@ -228,7 +229,7 @@ def fetch_experts(cache: HostExperts, experts: Tensor | None = None) -> Tensor:
     for source, target in zip(expert_parts(cache.host), expert_parts(cache.device), strict=True):
         for expert, row in zip(missing, targets, strict=True):
             target[row].copy_(source[expert])
-    return cache.found
+    return ExpertSlots(cache.found)
 
 
 def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,20 @@ class ExpertStack(NamedTuple):
         return "plain" if self.scale is None else "fp4" if self.is_fp4 else "fp8"
 
 
+class ExpertSlots(NamedTuple):
+    """Rows of stacks that hold the experts of a call of `moe_experts`, and when they do.
+
+    Attributes:
+        rows: int32 ``[E]``, the row of each expert. Only rows of chosen experts are read.
+        gates_ready, outputs_ready: events of another stream that complete the rows of w1 and w3, and of w2: the first
+            product, and the second, wait for them. None: earlier launches complete the rows. CUDA only.
+    """
+
+    rows: Tensor
+    gates_ready: torch.cuda.Event | None = None
+    outputs_ready: torch.cuda.Event | None = None
+
+
 class HostExperts(NamedTuple):
     """Routed experts of one layer in pinned host memory, of which the device holds some.
 
@@ -83,7 +98,7 @@ class HostExperts(NamedTuple):
         moves: int32 ``[2, E]``, written: experts that are copied, and the rows that they are copied to.
         num_moves: int32 ``[1]``, written: their number.
         totals: int64 ``[2]``: experts that all calls with a routing needed, and those of them that were copied.
-        parts: `copied_parts`.
+        gates, outputs: `copied_parts` of w1 and w3, and of w2.
     """
 
     host: tuple[ExpertStack, ExpertStack, ExpertStack]
@@ -97,7 +112,8 @@ class HostExperts(NamedTuple):
     moves: Tensor
     num_moves: Tensor
     totals: Tensor
-    parts: CopiedParts
+    gates: CopiedParts
+    outputs: CopiedParts
 
 
 class CopiedParts(NamedTuple):
@@ -118,15 +134,13 @@ COPY_BYTES = 16384
 """Bytes that a program copies at once: 8 loads of 16 bytes in flight for each of 128 threads."""
 
 
-def expert_parts(stacks: tuple[ExpertStack, ExpertStack, ExpertStack]) -> list[Tensor]:
-    """Tensors of three stacks, ``[E, ...]`` each: weights, scales and exponents, as far as the format has them."""
+def expert_parts(stacks: Sequence[ExpertStack]) -> list[Tensor]:
+    """Tensors of stacks, ``[E, ...]`` each: weights, scales and exponents, as far as the format has them."""
     return [part for stack in stacks for part in stack if part is not None]
 
 
-def copied_parts(
-    host: tuple[ExpertStack, ExpertStack, ExpertStack], device: tuple[ExpertStack, ExpertStack, ExpertStack]
-) -> CopiedParts:
-    """The parts of `HostExperts`; all tensors are contiguous, and pinned in host memory if the device is a GPU.
+def copied_parts(host: Sequence[ExpertStack], device: Sequence[ExpertStack]) -> CopiedParts:
+    """Parts of `HostExperts`; all tensors are contiguous, and pinned in host memory if the device is a GPU.
 
     Raises:
         ValueError: stacks of different formats, or not contiguous.
@@ -176,10 +190,10 @@ class ExpertsPass(NamedTuple):
     input_format: InputFormat
     add: Tensor | None
     add_ready: torch.cuda.Event | None
-    slots: Tensor | None
+    slots: ExpertSlots | None
     out: Tensor
 
     @property
     def num_experts(self) -> int:
         """Experts that ids may name."""
-        return len(self.w1.weight if self.slots is None else self.slots)
+        return len(self.w1.weight if self.slots is None else self.slots.rows)

@@ -31,11 +31,11 @@ def with_rows(runner, budget: int) -> tuple[list[FileExperts], int]:
     layers = experts_of(runner)
     projections = [layer.projections for layer in layers]
     readers = ExpertReaders(weight for each in projections for linear in each for weight in linear.unread.values())
-    found, cached, held = keep_on_device(projections, CPU, budget, readers)
-    assert held <= budget
+    found, divided = keep_on_device(projections, CPU, budget, readers)
+    assert divided.nbytes <= budget
     for layer, rows in zip(layers, found, strict=True):
         layer.rows = rows
-    return found, cached
+    return found, divided.cached
 
 
 def one_expert(runner) -> int:
@@ -78,14 +78,14 @@ def test_least_used_experts_make_room():
     with_rows(runner, 1 << 40)
     E, one = config.n_routed_experts, one_expert(runner)
     rows = with_rows(runner, one * (3 * 3 + E - 3))[0][1]
-    find = lambda *chosen: rows.find(torch.tensor([chosen])).tolist()  # noqa: E731
+    find = lambda *chosen: rows.find(torch.tensor([chosen])).rows.tolist()  # noqa: E731
     assert [find(2, 5, 7)[e] for e in (2, 5, 7)] == [3, 4, 5]  # behind the rows of the first layer
     find(2, 5)
     assert find(2, 3)[3] == 5
     assert sorted(rows.row) == [2, 3, 5]  # 7 was used once
     placed = find(0, 1, 2, 4)
     assert sorted(rows.row) == [0, 1, 2]  # 3 and 5 made room; 4 has none
-    assert placed[4] == rows.staged == 9
+    assert placed[4] == rows.rows.staged == 9
     assert find(-1, 2)[2] == rows.row[2]
 
 

@@ -15,7 +15,8 @@ from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.moe import ExpertStack, moe_experts
 from deepseek_attn.layers.expert_memory import ExpertMemory
-from deepseek_attn.models.host_experts import ExpertFormat, ExpertRows, cached_experts, expert_formats
+from deepseek_attn.models.expert_rows import HOST_AREAS, ExpertFormat, cached_experts, expert_formats
+from deepseek_attn.models.host_experts import ExpertRows
 from deepseek_attn.models.moe import Experts
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
@@ -35,7 +36,12 @@ def experts_of(runner: ModelRunner) -> list[Experts]:
 
 def budget_of(runner: ModelRunner, cached: int) -> int:
     """Bytes of rows for ``cached`` experts of each layer."""
-    return sum(form.held(cached) for form, _ in expert_formats([layer.stacks() for layer in experts_of(runner)]))
+    return bytes_of([layer.stacks() for layer in experts_of(runner)], cached)
+
+
+def bytes_of(stacks, cached: int) -> int:
+    """Bytes of rows for ``cached`` experts of each layer."""
+    return sum(form.held(cached) for form, _ in expert_formats(stacks, HOST_AREAS))
 
 
 @contextmanager
@@ -96,8 +102,8 @@ def test_the_same_bits_on_a_cpu(family):
     runner.close()
 
 
-def test_copies_run_one_layer_ahead(monkeypatch):
-    """Each layer starts the copies of the next one; those that no layer takes are waited for at the end."""
+def test_copies_run_two_layers_ahead(monkeypatch):
+    """Each layer gives its area to the layer after the next; copies that no layer takes are waited for at the end."""
     runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
     with held(runner, 3) as rows:
         order = []
@@ -111,21 +117,21 @@ def test_copies_run_one_layer_ahead(monkeypatch):
             )
         runner.score([prompt(runner.config, 40)])
         backbone = len(runner.model.layers)
-        expected = [("copy", 0)]
+        expected = [("copy", 0), ("copy", 1)]
         for number in range(backbone):
-            expected += [("copy", number + 1)] if number + 1 < backbone else []
             expected += [("take", number)]
+            expected += [("copy", number + 2)] if number + 2 < backbone else []
         assert order == expected
         order.clear()
         with pytest.raises(IndexError):
             runner.model(torch.full((40,), runner.config.vocab_size + 5), None, None)
-        assert order == [("copy", 0), ("take", 0)]
+        assert order == [("copy", 0), ("copy", 1), ("take", 0), ("take", 1)]
         assert not any(layer._is_ahead for layer in rows.layers)
     runner.close()
 
 
 def test_what_fits():
-    formats = [ExpertFormat(experts=256, nbytes=10, layers=43), ExpertFormat(8, 100, 1)]
+    formats = [ExpertFormat(experts=256, nbytes=10, layers=43, areas=2), ExpertFormat(8, 100, 1, 1)]
     for cached in (1, 8, 100, 255, 256):
         held_bytes = sum(form.held(cached) for form in formats)
         assert cached_experts(formats, held_bytes) == cached
@@ -151,13 +157,14 @@ def test_layers_of_two_formats_have_stacks_of_their_own():
     for host, layer in zip(layers, rows.layers, strict=True):
         for T in (1, 60):
             experts = torch.randint(len(host[0].weight), (T, 2))
-            found = layer.find(experts)
+            found = layer.find(experts).rows
+            layer.release()
             for source, target in zip(host, layer.stacks, strict=True):
                 assert torch.equal(target.weight[found[experts].long()], source.weight[experts])
 
 
 def test_kernels_are_listed_ahead():
-    """Those of single tokens, which fetch what they need, and of prompts, which copy everything ahead."""
+    """Those of single tokens, which fetch what they need, and of prompts, which count uses alone."""
     pytest.importorskip("triton", reason="the package triton is not installed")
     from deepseek_attn.runner.ahead.recording import recorded_launches
     from deepseek_attn.runner.kernel_list import KernelLists
@@ -171,9 +178,8 @@ def test_kernels_are_listed_ahead():
         lists = KernelLists(request, launches)
         for rows in ([(1, 20)], [(90, 90)]):
             found = [variant.name for variant in lists.step(rows)]
-            assert "copy_experts_kernel" in found
-            # a prompt: where experts go, and counts of use
-            assert found.count("choose_rows_kernel") == (1 if rows[0][0] == 1 else 2)
+            assert ("copy_experts_kernel" in found) == (rows[0][0] == 1)
+            assert found.count("choose_rows_kernel") == 1
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
@@ -205,21 +211,20 @@ def test_the_same_bits_on_a_gpu(device, preset):
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [3, 40])
 def test_layers_in_one_graph(device, T):
-    """Copies ahead run on a stream of their own inside a graph, too, and rows of an area are not overwritten in use."""
+    """Copies run on a stream of their own inside a graph, too, and rows of an area are not overwritten in use."""
     cases = [make_case(T, 384, 128, 9, 3, "plain", device=device) for _ in range(5)]
     host = [tuple(ExpertStack(part.weight.cpu().pin_memory()) for part in case[3:]) for case in cases]
-    budget = sum(form.held(3) for form, _ in expert_formats(host))
-    rows = ExpertRows.of(host, device, budget)
+    rows = ExpertRows.of(host, device, bytes_of(host, 3))
     assert rows.cached == 3
     x, weights = cases[0].x, cases[0].weights
     experts = torch.stack([case.experts for case in cases])
 
     def compute():
         rows.begin(experts[0].numel())
-        outputs = [
-            moe_experts(x, ids, weights, *layer.stacks, 4.0, slots=layer.find(ids))
-            for ids, layer in zip(experts, rows.layers, strict=True)
-        ]
+        outputs = []
+        for ids, layer in zip(experts, rows.layers, strict=True):
+            outputs.append(moe_experts(x, ids, weights, *layer.stacks, 4.0, slots=layer.find(ids)))
+            layer.release()
         rows.end()
         return outputs
 
