@@ -3,11 +3,9 @@
     pip install 'deepseek-attn[serve]'
     python scripts/serve_example.py --model DIR --port 8000
 
-``/v1/completions`` and ``/v1/chat/completions``, also streamed; requests that come at the same time are batched. A body
-has OpenAI's keys, the fields of `SamplingParams` by their names and, for chats, the options of `ChatOptions`. Reasoning
-is ``reasoning_content`` of messages and deltas, as in DeepSeek's API.
-
-Fleets belong to vLLM or SGLang, which run on this library's kernels by its plugins: docs/engines.md.
+Serves ``/v1/completions`` and ``/v1/chat/completions``, also streamed; simultaneous requests are batched. A body has
+OpenAI's keys, the fields of `SamplingParams` by their names and, for chats, the options of `ChatOptions`. Reasoning is
+``reasoning_content`` of messages and deltas, as in DeepSeek's API. Fleets belong to vLLM or SGLang: docs/engines.md.
 """
 
 from __future__ import annotations
@@ -17,51 +15,49 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
+from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.cli.generate import default_checkpoint
-from deepseek_attn.cli.options import Parser, add_runner_options, check_bounds, integer, runner_options
-from deepseek_attn.engine.llm import LLM, TextStream
-from deepseek_attn.engine.request import Completion, RequestFailed
-from deepseek_attn.engine.sampling import SamplingParams
-from deepseek_attn.runner.logprobs import TokenLogprobs
+from deepseek_attn.cli.options import Parser, add_runner_options, check_bounds, runner_options
+from deepseek_attn.engine.completion import Completion, RequestFailed
+from deepseek_attn.engine.llm import TextStream
 from deepseek_attn.text.chat import ChatOptions
-from deepseek_attn.text.tokenizer import REPLACEMENT, Tokenizer
+from deepseek_attn.text.tokenizer import REPLACEMENT
 
 try:
     import uvicorn  # pyright: ignore[reportMissingImports]  # the extra serve
-    from anyio.to_thread import current_default_thread_limiter, run_sync
+    from anyio.to_thread import current_default_thread_limiter
     from starlette.applications import Starlette  # pyright: ignore[reportMissingImports]  # the extra serve
+    from starlette.concurrency import iterate_in_threadpool, run_in_threadpool  # pyright: ignore[reportMissingImports]  # the extra serve
     from starlette.requests import Request  # pyright: ignore[reportMissingImports]  # the extra serve
     from starlette.responses import JSONResponse, Response, StreamingResponse  # pyright: ignore[reportMissingImports]  # the extra serve
-    from starlette.routing import Route  # pyright: ignore[reportMissingImports]  # the extra serve
 except ImportError as missing:
     sys.exit(f"{missing}: pip install 'deepseek-attn[serve]'")
 
 SAMPLING = {field.name for field in fields(SamplingParams)} - {"logits_processors", "prompt_logprobs"}
+CHAT = ChatOptions.__annotations__.keys()
 OTHERS = {"model", "stream", "stream_options", "max_completion_tokens", "top_logprobs"}
-IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls"}  # nothing follows from them
+OTHERS |= {"user", "metadata", "store", "service_tier", "parallel_tool_calls"}  # these change no answer
 
 
-def ask(llm: LLM, name: str, body: dict[str, Any], chat: bool) -> list[Completion] | TextStream:
-    """All completions, or the stream of a single one. ValueError: the request is wrong."""
-    if body.get("model") not in (None, name):
-        raise ValueError(f"model {body['model']!r:.80} is not here: the only one is {name!r}")
-    known = SAMPLING | OTHERS | IGNORED | ({"messages", *ChatOptions.__annotations__} if chat else {"prompt"})
+def ask(llm: LLM, body: dict[str, Any], chat: bool) -> Any:
+    """A list of completions, or the `TextStream` of a single one. ValueError: the request is wrong."""
+    known = SAMPLING | OTHERS | ({"messages", *CHAT} if chat else {"prompt"})
     given = {key: value for key, value in body.items() if value is not None}
     if unknown := sorted(key for key, value in given.items() if value and key not in known):
         raise ValueError(f"not supported: {', '.join(unknown)}; supported are {', '.join(sorted(known))}")
+    stream, given["max_tokens"] = bool(given.get("stream")), body.get("max_completion_tokens") or body.get("max_tokens")
     if chat:
         given["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
-    given["max_tokens"] = given.get("max_completion_tokens") or given.get("max_tokens")
-    params, stream = SamplingParams(**{key: given[key] for key in SAMPLING & given.keys()}), bool(given.get("stream"))
+    params = SamplingParams(**{key: given[key] for key in SAMPLING & given.keys()})
     if chat:
-        options: Any = {key: given[key] for key in ChatOptions.__annotations__.keys() & given.keys()}
-        if isinstance(options.get("thinking"), dict):  # as in DeepSeek's API
-            options["thinking"] = options["thinking"].get("type") == "enabled"
-        found: Any = llm.chat(given.get("messages", []), params, stream=stream, **options)
+        options: Any = {key: given[key] for key in CHAT & given.keys()}
+        if isinstance(thinking := options.get("thinking"), dict):  # as in DeepSeek's API
+            options["thinking"] = thinking.get("type") == "enabled"
+        found = llm.chat(given.get("messages", []), params, stream=stream, **options)
         return found if stream else [found]
     if (prompt := given.get("prompt")) is None:
         raise ValueError("prompt is missing")
@@ -69,52 +65,29 @@ def ask(llm: LLM, name: str, body: dict[str, Any], chat: bool) -> list[Completio
     return llm.stream(prompt[0] if single else prompt, params) if stream else llm.generate(prompt, params)
 
 
-def logprobs(found: TokenLogprobs | None, tokenizer: Tokenizer | None, chat: bool) -> dict[str, Any] | None:
-    """Log-probabilities in the form of chats, or of completions; a token that is no text by itself has its id."""
-    if found is None or tokenizer is None:
+def show_logprobs(llm: LLM, completion: Completion, chat: bool, start: int = 0) -> dict[str, Any] | None:
+    """Log-probabilities from token number ``start`` on; a token that is not text by itself is named by its id."""
+    if completion.logprobs is None or (tokenizer := llm.tokenizer) is None:
         return None
 
-    def entry(i: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([i])
-        part = not text or REPLACEMENT in text
-        encoded = None if part else list(text.encode())
-        return {"token": f"token_id:{i}" if part else text, "logprob": logprob, "bytes": encoded}
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        whole = bool(text) and REPLACEMENT not in text
+        encoded = list(text.encode()) if whole else None
+        return {"token": text if whole else f"token_id:{token}", "logprob": logprob, "bytes": encoded}
 
-    tops = [[entry(*item) for item in one.top.items()] for one in found]
+    found = completion.logprobs[start:]
     tokens = [entry(one.token_id, one.logprob) for one in found]
+    tops = [[entry(*other) for other in one.top.items()] for one in found]
     if chat:
         return {"content": [token | {"top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]}
-    return {
-        "tokens": [token["token"] for token in tokens],
-        "token_logprobs": [token["logprob"] for token in tokens],
-        "top_logprobs": [{one["token"]: one["logprob"] for one in top} for top in tops],
-    }
+    shown = {"tokens": [token["token"] for token in tokens], "token_logprobs": [token["logprob"] for token in tokens]}
+    return shown | {"top_logprobs": [{other["token"]: other["logprob"] for other in top} for top in tops]}
 
 
-def deltas(stream: TextStream) -> Iterator[dict[str, Any]]:
-    """What each part of a chat's reply adds to the message."""
-    yield {"role": "assistant", "content": ""}
-    index = -1
-    for part, piece in stream.parts():
-        if part == "tool_call":
-            index += 1
-            named = {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
-            yield {"tool_calls": [named | {"function": {"name": piece, "arguments": ""}}]}
-        elif part == "arguments":
-            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
-        else:
-            yield {"reasoning_content" if part == "reasoning" else "content": piece}
-
-
-def message(completion: Completion) -> dict[str, Any]:
-    calls = [call | {"id": f"call_{uuid.uuid4().hex}"} for call in completion.message.get("tool_calls", [])]
-    return completion.message | ({"tool_calls": calls} if calls else {})
-
-
-def ended(completion: Completion, chat: bool) -> str:
-    """OpenAI's reason for the end."""
-    calls = chat and completion.finish_reason == "stop" and completion.tool_calls
-    return "tool_calls" if calls else completion.finish_reason
+def finish_reason(completion: Completion, chat: bool) -> str:
+    called = chat and completion.finish_reason == "stop" and completion.tool_calls
+    return "tool_calls" if called else completion.finish_reason
 
 
 def usage(completions: list[Completion]) -> dict[str, int]:
@@ -123,7 +96,7 @@ def usage(completions: list[Completion]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
-def refused(error: Exception) -> dict[str, Any]:
+def refusal(error: Exception) -> dict[str, Any]:
     kind = "server_error" if isinstance(error, RequestFailed) else "invalid_request_error"
     return {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
 
@@ -134,55 +107,48 @@ def make_app(llm: LLM, name: str) -> Starlette:
     def head(kind: str) -> dict[str, Any]:
         return {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": name}
 
-    async def events(stream: TextStream, with_usage: bool, chat: bool) -> AsyncIterator[str]:
-        """Server-sent events; the stream is cancelled when the client goes away."""
+    def chunks(stream: TextStream, chat: bool, with_usage: bool) -> Iterator[dict[str, Any]]:
         first, sent = head("chat.completion.chunk" if chat else "text_completion"), 0
-
-        def chunk(piece: Any, reason: str | None = None) -> dict[str, Any]:
-            nonlocal sent
-            known = stream.completion.logprobs
-            new, sent = None if known is None else known[sent:], 0 if known is None else len(known)
-            choice = {"index": 0, "finish_reason": reason, "logprobs": logprobs(new, llm.tokenizer, chat)}
-            return first | {"choices": [choice | {"delta" if chat else "text": piece}]}
-
-        def chunks() -> Iterator[dict[str, Any]]:
-            try:
-                yield from map(chunk, deltas(stream) if chat else stream)
-            except RequestFailed as error:
-                yield refused(error)
-                return
-            yield chunk({} if chat else "", ended(stream.completion, chat))
+        try:
+            for piece in chain(stream.deltas() if chat else stream, [None]):  # None: the end
+                now, part = stream.completion, {"index": 0, "delta" if chat else "text": piece or ({} if chat else "")}
+                reason = finish_reason(now, chat) if piece is None else None
+                part |= {"finish_reason": reason, "logprobs": show_logprobs(llm, now, chat, sent)}
+                sent = len(now.token_ids)
+                yield first | {"choices": [part]}
             if with_usage:
                 yield first | {"choices": [], "usage": usage([stream.completion])}
+        except RequestFailed as error:
+            yield refusal(error)
 
+    async def events(stream: TextStream, *options: bool) -> AsyncIterator[str]:
+        """Server-sent events; the request is cancelled when the client goes away."""
         try:
-            found = chunks()
-            while (each := await run_sync(next, found, None)) is not None:
-                yield f"data: {json.dumps(each, ensure_ascii=False)}\n\n"
+            async for chunk in iterate_in_threadpool(chunks(stream, *options)):
+                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
             yield "data: [DONE]\n\n"
         finally:
             stream.close()
 
     async def answer(request: Request) -> Response:
+        # a thread for each request that can run, and some for those that wait
+        current_default_thread_limiter().total_tokens = 2 * llm.runner.layout.max_num_seqs + 4
         body, chat = await request.json(), "chat" in request.url.path
         if not isinstance(body, dict):
             raise ValueError(f"the body must be a JSON object, got {type(body).__name__}")
-        found = await run_sync(ask, llm, name, body, chat)
+        if body.get("model") not in (None, name):
+            raise ValueError(f"model {body['model']!r:.80} is not here: the only one is {name!r}")
+        found = await run_in_threadpool(ask, llm, body, chat)
         if isinstance(found, TextStream):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            return StreamingResponse(events(found, with_usage, chat), media_type="text/event-stream")
-        outputs = [output for completion in found for output in completion.outputs]
-        if failed := [output.error for output in outputs if output.error]:
-            raise RequestFailed(failed[0])
-        choices = [
-            {
-                "index": i,
-                **({"message": message(output)} if chat else {"text": output.text}),
-                "logprobs": logprobs(output.logprobs, llm.tokenizer, chat),
-                "finish_reason": ended(output, chat),
-            }
-            for i, output in enumerate(outputs)
-        ]
+            return StreamingResponse(events(found, chat, with_usage), media_type="text/event-stream")
+        choices = []
+        for index, output in enumerate(output for completion in found for output in completion.outputs):
+            if output.error:
+                raise RequestFailed(output.error)
+            part = {"message": output.message} if chat else {"text": output.text}
+            part |= {"finish_reason": finish_reason(output, chat), "logprobs": show_logprobs(llm, output, chat)}
+            choices.append({"index": index, **part})
         kind = "chat.completion" if chat else "text_completion"
         return JSONResponse(head(kind) | {"choices": choices, "usage": usage(found)})
 
@@ -190,39 +156,31 @@ def make_app(llm: LLM, name: str) -> Starlette:
         return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "deepseek-attn"}]})
 
     async def refuse(request: Request, error: Exception) -> Response:
-        return JSONResponse(refused(error), 500 if isinstance(error, RequestFailed) else 400)
+        return JSONResponse(refusal(error), 500 if isinstance(error, RequestFailed) else 400)
 
-    @asynccontextmanager
-    async def threads(app: Starlette) -> AsyncIterator[None]:
-        """A thread for each request that can run, and some for those that wait."""
-        current_default_thread_limiter().total_tokens = 2 * llm.runner.layout.max_num_seqs + 4
-        yield
-
-    routes = [Route(f"/v1/{path}completions", answer, methods=["POST"]) for path in ("", "chat/")]
-    handlers = dict.fromkeys((ValueError, TypeError, OverflowError, RequestFailed), refuse)
-    return Starlette(routes=[Route("/v1/models", models), *routes], exception_handlers=handlers, lifespan=threads)
+    app = Starlette(exception_handlers=dict.fromkeys((ValueError, TypeError, OverflowError, RequestFailed), refuse))
+    app.add_route("/v1/models", models)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        app.add_route(path, answer, methods=["POST"])
+    return app
 
 
-def main() -> int:
+def main() -> None:
     parser = Parser(description="An OpenAI-compatible endpoint over one model: an example.")
     parser.add_argument("--model", metavar="DIR|ID", help="checkpoint (default: the small one in the package)")
     parser.add_argument("--name", help="name of the model in requests (default: --model)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    parser.add_argument("--port", type=integer, default=8000)
-    parser.add_argument("--speculate", type=integer, default=0, metavar="N", help="draft tokens per step")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--speculate", type=int, default=0, metavar="N", help="draft tokens per step")
     add_runner_options(parser)
     args = parser.parse_args()
     try:
         check_bounds(args)
         with LLM(args.model or default_checkpoint(), speculate=args.speculate, **runner_options(args)) as llm:
-            app = make_app(llm, args.name or args.model or llm.directory.name)
-            uvicorn.run(app, host=args.host, port=args.port)
+            uvicorn.run(make_app(llm, args.name or args.model or llm.directory.name), host=args.host, port=args.port)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    except KeyboardInterrupt:
-        return 130
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from deepseek_attn.cli.prompts import Chat, PromptLine, PromptLines, chat_options, conversation_of
 from deepseek_attn.cli.records import record_arguments, record_file, replay_file
 from deepseek_attn.cli.terminal import say, show, write_above_bars
+from deepseek_attn.engine.completion import Completion
 from deepseek_attn.engine.llm import LLM, IndexedPrompt, Prompt
-from deepseek_attn.engine.request import Completion
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.structured import with_response_format
 from deepseek_attn.utils.json_files import parse_json

@@ -15,9 +15,9 @@ from deepseek_attn.text.reply import END_THINK
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from deepseek_attn.engine.completion import Completion
     from deepseek_attn.engine.llm import LLM, Prompt, TextStream
     from deepseek_attn.engine.records import RecordArguments
-    from deepseek_attn.engine.request import Completion
     from deepseek_attn.engine.sampling import SamplingParams
 
 
@@ -62,7 +62,7 @@ def show_completions(
     llm: LLM, prompt: Prompt, params: SamplingParams, replay: Path | None, record: RecordArguments
 ) -> Completion:
     """Prints the ``n`` completions of a prompt, each after its number on standard error; returns the first."""
-    from deepseek_attn.engine.request import RequestFailed
+    from deepseek_attn.engine.completion import RequestFailed
 
     [first] = llm.generate([prompt], params, progress=True, replay=replay, **record)
     for number, completion in enumerate(first.outputs, 1):
@@ -110,7 +110,7 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
     Results of tool calls are typed too, and the model continues with them. Ctrl-C ends an answer, or the command if it
     waits for a turn; Ctrl-D ends the conversation. A turn that fails is forgotten.
     """
-    from deepseek_attn.engine.request import RequestFailed
+    from deepseek_attn.engine.completion import RequestFailed
     from deepseek_attn.text.chat import describe_chat_format
 
     with suppress(ImportError):

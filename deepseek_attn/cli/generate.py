@@ -187,8 +187,8 @@ def run(args: argparse.Namespace) -> int:
 def complete(args: argparse.Namespace, ranks: Parallel) -> int:
     """Runs the command on every rank; rank 0 reads the prompts and shares them."""
     from deepseek_attn.cli.batch import complete_all, open_batch
+    from deepseek_attn.engine.completion import RequestFailed
     from deepseek_attn.engine.llm import LLM
-    from deepseek_attn.engine.request import RequestFailed
 
     params = sampling_params(args)
     conversation, prompt, batch, options = is_conversation(args), None, None, runner_options(args)

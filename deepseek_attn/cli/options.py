@@ -266,6 +266,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--mtp-lr": (0, 1e6),
     "--mtp-depth": (1, MOST),
     "--budget": (0.001, 1e9),
+    "--port": (0, 65535),
     "--actors": (1, 2**16),
     "--gpus": (0, 2**16),
     "--cpus": (0, 2**16),

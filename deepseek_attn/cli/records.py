@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from deepseek_attn.cli.terminal import say
 
 if TYPE_CHECKING:
+    from deepseek_attn.engine.completion import Completion
     from deepseek_attn.engine.llm import LLM
     from deepseek_attn.engine.records import RecordArguments
-    from deepseek_attn.engine.request import Completion
 
 SUFFIX = ".safetensors"
 

@@ -17,9 +17,10 @@ from tqdm.auto import tqdm
 from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.data import SMALL_CHECKPOINT
+from deepseek_attn.engine.completion import Completion, RequestFailed, message_deltas
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.records import RecordArguments, Recording
-from deepseek_attn.engine.request import Completion, Request, RequestFailed
+from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams, checked_params
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.engine.structured import with_response_format
@@ -85,6 +86,10 @@ class TextStream(Iterator[str]):
         for piece in self:
             yield from parser.push(piece, self._request.marks)
         yield from parser.flush()
+
+    def deltas(self) -> Iterator[dict[str, Any]]:
+        """The reply as additions to a chat message, the deltas of OpenAI's streams; see `Completion.message`."""
+        return message_deltas(self.completion, self.parts())
 
     @property
     def params(self) -> SamplingParams:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from deepseek_attn.cache.prefix import BlockKeys
+from deepseek_attn.engine.completion import Completion
 from deepseek_attn.engine.drawing import CounterGenerator, make_generator
 from deepseek_attn.engine.logits import LogitsRow, LogitsRules, bad_word_ids
 from deepseek_attn.engine.request_logprobs import RequestLogprobs
@@ -14,76 +14,15 @@ from deepseek_attn.engine.sampling import ResolvedParams, SamplingParams, checke
 from deepseek_attn.engine.stopping import StopChecker, with_stop_tokens
 from deepseek_attn.engine.structured import GrammarState, compiled_grammar
 from deepseek_attn.runner import ModelRunner, Sequence
-from deepseek_attn.runner.logprobs import TokenLogprobs
 from deepseek_attn.runner.prompts import TokenIds, token_list
 from deepseek_attn.runner.record_store import RecordStore
 from deepseek_attn.runner.replay import Replay
 from deepseek_attn.runner.token_records import TokenRecords
 from deepseek_attn.text.chat import control_tokens, reply_start
-from deepseek_attn.text.reply import ANSWER, END_THINK, ControlMark, ReplyStart, ToolCall, parse_reply
+from deepseek_attn.text.reply import ANSWER, END_THINK, ControlMark, ReplyStart, parse_reply
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
-
-@dataclass(frozen=True)
-class Completion:
-    """Output of a request.
-
-    Attributes:
-        prompt_token_ids: the prompt as the model saw it.
-        token_ids: generated tokens, the stop token included.
-        text: generated text without stop token or stop string; empty without a tokenizer.
-        reasoning, answer: the text before and after the token ``</think>``; see `ReplyParser`. A prompt whose last
-            ``<think>`` is not closed begins the reasoning; after any other all text is answer.
-        tool_calls: the calls in the text; their markup is not part of the answer.
-        finish_reason: ``"stop"`` (EOS, stop token, stop string), ``"length"`` (max_tokens or max_model_len),
-            ``"abort"`` (cancelled, or not finished) or ``"error"``.
-        error: the error message, with finish_reason ``"error"``.
-        cached_tokens: prompt tokens that came from the prefix cache, or that the first of ``n`` completions computed.
-        others: with ``SamplingParams(n=...)``, the completions of the prompt after this first one.
-        logprobs: log-probabilities of ``token_ids``; None without `SamplingParams.logprobs`.
-        prompt_logprobs: of ``prompt_token_ids[1:]``, fewer if the request ended before; None without
-            `SamplingParams.prompt_logprobs`.
-        records: records of all computed tokens (the last generated token is not computed); None unless requested.
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    error: str | None = None
-    cached_tokens: int = 0
-    reasoning: str = ""
-    answer: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    others: list[Completion] = field(default_factory=list)
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: TokenLogprobs | None = None
-    records: TokenRecords | None = None
-
-    @property
-    def outputs(self) -> list[Completion]:
-        """All ``n`` completions of the prompt, this one first."""
-        return [self, *self.others]
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The reply as a chat message, to go on with: its calls have the ids ``call_0``, ``call_1`` and so on."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.answer}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": f"call_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for i, call in enumerate(self.tool_calls)
-            ]
-        return message
-
-
 ENDED_FROM_OUTSIDE = ("abort", "error")
-
-
-class RequestFailed(RuntimeError):
-    """A request ended with an error."""
 
 
 @dataclass

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from deepseek_attn.engine.completion import Completion
 from deepseek_attn.engine.llm import IndexedCompletion
-from deepseek_attn.engine.request import Completion
 from tests.support.tiers import tiered
 
 ENDED = object()

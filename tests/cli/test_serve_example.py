@@ -176,6 +176,20 @@ def test_tools(client, llm, writes, stream):
     assert len({number for number, _, _ in calls}) == 2
 
 
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs pip install 'deepseek-attn[structured]'")
+def test_structured_output(client):
+    """By OpenAI's response format, and by the fields of SamplingParams."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema |= {"additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    found = client.chat.completions.create(model="tiny", messages=HI, max_tokens=200, seed=1, response_format=wanted)
+    assert set(json.loads(found.choices[0].message.content)) == {"ok"}
+    fields = {"model": "tiny", "max_tokens": 9, "extra_body": {"choices": ["yes", "no"]}}
+    assert client.completions.create(prompt="Is it?", **fields).choices[0].text in ("yes", "no")
+    chunks = client.completions.create(prompt="Is it?", stream=True, **fields)
+    assert "".join(chunk.choices[0].text for chunk in chunks) in ("yes", "no")
+
+
 def test_requests_at_the_same_time(client, llm):
     def ask(i: int) -> str:
         found = client.completions.create(model="tiny", prompt=f"word {i}", max_tokens=6, temperature=0, stream=i % 2)

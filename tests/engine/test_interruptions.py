@@ -12,9 +12,10 @@ import torch
 
 from deepseek_attn.cache.layout import WINDOW, ratio_group
 from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.engine.completion import Completion
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
-from deepseek_attn.engine.request import Completion, Request
+from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.graphs import DecodeGraphs

@@ -20,9 +20,10 @@ import deepseek_attn.engine.stopping
 import deepseek_attn.text.tokenizer
 from deepseek_attn import LLM, ModelRunner, SamplingParams, inspect_attention
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.engine.completion import RequestFailed
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.llm import IndexedPrompt, TextStream
-from deepseek_attn.engine.request import Request, RequestFailed
+from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.stats import StepStats
 from deepseek_attn.text.tokenizer import Tokenizer
 from tests.support.interruptions import InterruptBefore
@@ -563,16 +564,16 @@ def test_tool_calls(llm, stop):
         text = own.tokenizer.decode(prompt)
         stream = reply(own, text, ["why", ("</think>",), "I look.", *CALLING], params)
         assert stream._request.prompt_token_ids == prompt
-        streamed = list(stream.parts())
+        deltas = list(stream.deltas())
         stream._request.end("abort")
         completion = stream.completion
+        assert joined(deltas) == completion.message
         assert (completion.reasoning, completion.answer) == ("why", "I look.")
         [call] = completion.tool_calls
         assert (call.name, call.values) == ("weather", {"city": "a</｜DSML｜parameter>b", "days": [1, 2]})
-        assert [piece for part, piece in streamed if part == "tool_call"] == ["weather"]
-        assert len(streamed) > 20, "arguments come in pieces"
-        assert "".join(piece for part, piece in streamed if part == "arguments") == call.arguments
-        result = {"role": "tool", "tool_call_id": "call_0", "content": "12"}
+        assert sum("tool_calls" in delta for delta in deltas) > 20, "arguments come in pieces"
+        [asked] = completion.message["tool_calls"]
+        result = {"role": "tool", "tool_call_id": asked["id"], "content": "12"}
         going_on, _ = own.chat_prompt([*messages, completion.message, result], tools=[TOOL], thinking=True)
         eos = own.tokenizer.eos_token_id
         assert going_on[: len(prompt) + len(completion.token_ids) + 1] == [*prompt, *completion.token_ids, eos]
@@ -584,6 +585,21 @@ def test_tool_calls(llm, stop):
         )
         with pytest.raises(TypeError, match="tool"):
             own.chat(messages, tool=[TOOL])
+
+
+def joined(deltas: list[dict]) -> dict:
+    """The message of a stream's deltas, put together as the `openai` package does."""
+    message = {"role": None, "content": "", "reasoning_content": "", "tool_calls": []}
+    for delta in deltas:
+        message["role"] = delta.get("role", message["role"])
+        message["content"] += delta.get("content", "")
+        message["reasoning_content"] += delta.get("reasoning_content", "")
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({key: call[key] for key in ("id", "type", "function")})
+            else:
+                message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return message
 
 
 def test_an_answer_that_is_continued(llm, free_pages):

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from deepseek_attn.engine.completion import Completion
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.llm import LLM
-from deepseek_attn.engine.request import Completion, Request
+from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.request_logprobs import RequestLogprobs
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation

@@ -14,8 +14,8 @@ import torch
 from deepseek_attn import LLM, ModelConfig, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.engine.completion import Completion
 from deepseek_attn.engine.engine import Engine
-from deepseek_attn.engine.request import Completion
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.drafting import DraftRows
 from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep
