@@ -14,7 +14,7 @@ from typing import Any
 
 from deepseek_attn.cache.layout import check_records
 from deepseek_attn.config.fields import MAX_INTEGER, FieldReader
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import PRESETS, Numerics, get_numerics
 from deepseek_attn.lab.experiments.define.settings import (
     LM_EVAL,
@@ -49,7 +49,7 @@ class Experiment:
     Attributes:
         name: file name of the results; title: heading of the report; question: what it is to answer, its first words.
         origin: the file, or the name of a shipped experiment.
-        base: the model that variants change, after the ``base_changes``.
+        base: the model that variants change, after the ``base_changes``; the checkpoint, if nothing else is measured.
         seeds: of weights and data, for everything that is trained.
         device: None: the first GPU if there is one, else the CPU.
         jobs: worker processes that train at the same time; timings always run alone.
@@ -60,7 +60,7 @@ class Experiment:
     title: str
     question: str | None
     origin: str
-    base: ModelConfig
+    base: AnyConfig
     base_changes: Mapping[str, Any]
     variants: tuple[ModelVariant, ...]
     seeds: tuple[int, ...]
@@ -75,7 +75,15 @@ class Experiment:
 
     def base_of(self, task: TaskSettings) -> ModelConfig:
         """The model that is trained on a task, before its variants; ``base_changes`` change one of another size too."""
-        return self.base if task.size is None else sized_model(task.size).replace(**self.base_changes)
+        if task.size is not None:
+            return sized_model(task.size).replace(**self.base_changes)
+        return self.v4_base
+
+    @property
+    def v4_base(self) -> ModelConfig:
+        """The base of everything that is trained or timed."""
+        assert isinstance(self.base, ModelConfig)  # checked when the experiment was read
+        return self.base
 
     def variant(self, name: str) -> ModelVariant:
         return next(variant for variant in self.variants if variant.name == name)
@@ -119,10 +127,10 @@ def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
     reader = FieldReader(raw)
     for key in sorted(set(raw) - set(KEYS)):
         reader.problem(f"unknown key {key!r}: there are {', '.join(KEYS)}")
-    base = _read_base(reader, folder)
+    sections = read_sections(reader, folder)
+    base = _read_base(reader, folder, sections)
     variants = _read_variants(reader)
     variants += _read_ablations(reader, variants, base)
-    sections = read_sections(reader, folder)
     for variant in variants:
         _check_fit(reader, variant, base, sections["cost"], sections["model_time"] is not None)
     seeds = reader.as_list("seeds", raw.get("seeds", [0])) or []
@@ -190,12 +198,19 @@ def read_label(reader: FieldReader, label: str, value: Any) -> str | None:
     return None
 
 
-def _read_base(reader: FieldReader, folder: Path) -> ModelConfig | None:
-    name, changes = reader.value("base"), reader.mapping("base_changes") or {}
-    if name is None:
+def _read_base(reader: FieldReader, folder: Path, sections: Mapping[str, Any]) -> AnyConfig | None:
+    """The base; of an experiment that measures a checkpoint alone, by default its config."""
+    checkpoint, changes = sections["checkpoint"], reader.mapping("base_changes") or {}
+    alone = checkpoint is not None and not any(sections[key] for key in ("cost", "model_time", "train", "quality"))
+    name = reader.raw.get("base") if alone else reader.value("base")
+    if name is None and not alone:
         return None
     try:
-        base = read_model(folder, name)
+        if name is not None:
+            base: AnyConfig = read_model(folder, name)
+        else:
+            assert checkpoint is not None
+            base = checkpoint.read_config()
         return base.replace(**changes) if changes else base
     except (ValueError, TypeError) as error:
         reader.problem(f"base {name!r:.200}: {error}")
@@ -249,10 +264,10 @@ def _read_variant(reader: FieldReader, label: str, raw: Any) -> ModelVariant | N
     return None
 
 
-def _read_ablations(reader: FieldReader, variants: list[ModelVariant], base: ModelConfig | None) -> list[ModelVariant]:
+def _read_ablations(reader: FieldReader, variants: list[ModelVariant], base: AnyConfig | None) -> list[ModelVariant]:
     """Variants that change one layer of ``ablate.of`` that compresses: no indexer, or one of ``ablate.ratios``."""
     raw = reader.mapping("ablate")
-    if raw is None or base is None:
+    if raw is None or not isinstance(base, ModelConfig):
         return []
     for key in sorted(set(raw) - {"of", "indexer", "ratios"}):
         reader.problem(f"unknown key ablate.{key}: there are of, indexer, ratios")
@@ -284,7 +299,7 @@ def _check_train(
     train: TrainSettings,
     variants: list[ModelVariant],
     seeds: list[int],
-    base: ModelConfig | None,
+    base: AnyConfig | None,
 ) -> None:
     """Tasks name variants and seeds of the experiment, and their longest sequences fit the model."""
     names = [variant.name for variant in variants]
@@ -322,7 +337,7 @@ def _check_quality(reader: FieldReader, train: TrainSettings | None) -> None:
 
 
 def _check_fit(
-    reader: FieldReader, variant: ModelVariant, base: ModelConfig | None, cost: CostSettings | None, base_runs: bool
+    reader: FieldReader, variant: ModelVariant, base: AnyConfig | None, cost: CostSettings | None, base_runs: bool
 ) -> None:
     """Every variant must fit the base and, where costs are counted for another model, that one.
 
@@ -338,7 +353,7 @@ def _check_fit(
 
 
 def _check_variant(
-    reader: FieldReader, variant: ModelVariant, where: str, model: ModelConfig, numerics: Numerics | None
+    reader: FieldReader, variant: ModelVariant, where: str, model: AnyConfig, numerics: Numerics | None
 ) -> None:
     try:
         config = variant.config(model)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deepseek_attn.config.fields import MAX_INTEGER, FieldReader
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig, preset_names
 from deepseek_attn.config.numerics import INDEX_KEYS, PRESETS, Numerics, numerics_for
 from deepseek_attn.data import SMALL_CHECKPOINT
 from deepseek_attn.lab.experiments.define.sizes import SIZES, sized_model
@@ -158,6 +158,18 @@ class CheckpointSettings:
     seq_len: int
     layers: int = 0
     layers_at_once: int = 0
+
+    def read_config(self) -> AnyConfig:
+        """The checkpoint's config, of any family.
+
+        Raises:
+            ValueError: the model is neither a directory nor a preset, or its config is wrong.
+        """
+        if not Path(self.model).is_dir() and self.model not in preset_names():
+            raise ValueError(
+                f"checkpoint.model: {self.model!r} is neither a directory nor a preset ({', '.join(preset_names())})"
+            )
+        return ModelConfig.from_pretrained(self.model)
 
 
 def read_sections(reader: FieldReader, folder: Path) -> dict[str, Any]:

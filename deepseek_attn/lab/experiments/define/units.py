@@ -230,7 +230,7 @@ def _model_time_units(experiment: Experiment, device: str) -> list[Unit]:
         if variant.dense or variant.v41 is not None or variant.selection != "learned":
             continue  # none of them is a model that serves
         inputs, name = {"variant": asdict(variant), **shared}, f"{variant.name}: times of a step"
-        job = ModelTimeJob(variant, settings, base)
+        job = ModelTimeJob(variant, settings, experiment.v4_base)
         units.append(Unit("model_time", name, f"variants/{variant.slug}/model_time", inputs, job, alone=True))
     return units
 

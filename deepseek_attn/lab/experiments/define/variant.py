@@ -6,12 +6,12 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 from deepseek_attn.config.fields import MAXIMA
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import Numerics, get_numerics
-from deepseek_attn.config.v4 import DeepseekV4Base
+from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.lab.experiments.define.schedule import expand_schedule
 from deepseek_attn.lab.experiments.define.v41 import V41_KEYS, make_v41
@@ -21,6 +21,7 @@ KV_RECORDS = ("plain", "fp8_ds_mla")
 ATTENTIONS = ("compressed", "dense")
 SELECTIONS = ("learned", "oracle", "random")
 LAYER_KEYS = ("ratio", "indexer")
+OWN = "own"  # the schedule that a model has
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class ModelVariant:
 
     Attributes:
         name: shown in the report, unique in an experiment.
-        schedule: compress ratios by pattern, see `expand_schedule`: it fits models of any number of layers. Dense
-            attention has none.
+        schedule: compress ratios by pattern, see `expand_schedule`: it fits models of any number of layers; or ``own``,
+            those that the model has. Dense attention has none.
         attention: ``dense``: every query of every layer reads every token before it. No layer compresses, so this is
             the upper bound of all schedules.
         selection: how layers with an indexer select entries in training: ``learned``, or as controls that have the same
@@ -69,27 +70,35 @@ class ModelVariant:
     def dense(self) -> bool:
         return self.attention == "dense"
 
-    def config(self, base: ModelConfig) -> ModelConfig | DeepseekV41Config:
+    @overload
+    def config(self, base: ModelConfig) -> ModelConfig | DeepseekV41Config: ...
+    @overload
+    def config(self, base: AnyConfig) -> AnyConfig: ...
+    def config(self, base: AnyConfig) -> AnyConfig:
         """``base`` under this variant, without MTP layers.
 
         Raises:
             ValueError: the schedule or a value does not fit the base.
         """
-        ratios = expand_schedule(self.schedule, base.num_hidden_layers)
+        if not isinstance(base, ModelConfig):
+            return self._other_family(base)
+        own = self.schedule == OWN
+        ratios = [x.ratio for x in base.layers] if own else expand_schedule(self.schedule, base.num_hidden_layers)
         changed = self._changed_layers(ratios)
         sizes = {"index_topk": self.index_topk, "sliding_window": self.sliding_window}
         sizes = {key: value for key, value in sizes.items() if value is not None}
         if self.dense:
             sizes["sliding_window"] = min(base.max_position_embeddings, MAXIMA["sliding_window"])
         if self.v41 is not None:
-            base = base.replace(num_nextn_predict_layers=0, compress_ratios=[0] * len(ratios), **sizes)
-            return make_v41(base, ratios, self.v41)
+            plain: ModelConfig = base.replace(num_nextn_predict_layers=0, compress_ratios=[0] * len(ratios), **sizes)
+            return make_v41(plain, ratios, self.v41)
         changes = {
             "compress_ratios": [change.get("ratio", ratio) for ratio, change in zip(ratios, changed, strict=True)],
             "num_nextn_predict_layers": 0,
-            "compress_overlap": _by_ratio(self.overlap, ratios),
-            "compress_indexer": _by_ratio(self.indexer, ratios),
         }
+        for key, value in (("compress_overlap", self.overlap), ("compress_indexer", self.indexer)):
+            if not own or value is not None:
+                changes[key] = _by_ratio(value, ratios)
         config = base.replace(**changes, **sizes)
         if any("indexer" in change for change in changed):
             pairs = zip(config.layers, changed, strict=True)
@@ -97,6 +106,23 @@ class ModelVariant:
                 compress_indexer=[change.get("indexer", layer.has_indexer) for layer, change in pairs]
             )
         return config
+
+    def _other_family(self, base: AnyConfig) -> AnyConfig:
+        """``base``, a V3.2 or V4.1, which keeps its schedule."""
+        dense = isinstance(base, DeepseekV32Config) and self.indexer is False
+        given = {"schedule": self.schedule != OWN, "indexer": self.indexer is not None and not dense}
+        given |= {"overlap": self.overlap is not None, "layers": self.layers is not None, "v41": self.v41 is not None}
+        if isinstance(base, DeepseekV32Config):
+            given["sliding_window"] = self.sliding_window is not None
+        if wrong := [key for key, is_given in given.items() if is_given]:
+            more = "indexer false" if isinstance(base, DeepseekV32Config) else "sliding_window"
+            raise ValueError(
+                f"variant {self.name!r} changes {', '.join(wrong)} of a {base.model_type}: it keeps its schedule "
+                f"({OWN!r}), and may change index_topk, numerics, kv_record and {more}"
+            )
+        sizes = {"index_topk": self.index_topk, "sliding_window": self.sliding_window}
+        config = base.replace(num_nextn_predict_layers=0, **{k: v for k, v in sizes.items() if v is not None})
+        return config.replace(model_type="deepseek_v3") if dense and config.has_indexer else config
 
     def v4_config(self, base: ModelConfig) -> ModelConfig:
         """`config`; ValueError for a V4.1."""
@@ -113,7 +139,7 @@ class ModelVariant:
             raise ValueError(f"layers names {', '.join(wrong)}: the model has layers 0 to {len(ratios) - 1}")
         return [changes.get(str(layer), {}) for layer in range(len(ratios))]
 
-    def counts_for(self, base: ModelConfig, model: DeepseekV4Base) -> bool:
+    def counts_for(self, base: AnyConfig, model: AnyConfig) -> bool:
         """Whether the costs of ``model`` under this variant are those of the variant of ``base``."""
         return self.layers is None or model.num_hidden_layers == base.num_hidden_layers
 

@@ -80,6 +80,20 @@ class RescheduledSource(CheckpointSource):
             self._derived[f"{name}.norm.weight"] = norm
 
 
+class WithoutIndexers(CheckpointSource):
+    """The tensors of ``source``, a V3.2, for the same model with dense attention (V3)."""
+
+    def __init__(self, source: CheckpointSource):
+        self.source = source
+        self._entries = {name: info for name, info in source.entries().items() if ".indexer." not in name}
+
+    def entries(self) -> dict[str, TensorInfo]:
+        return self._entries
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.source.read(name)
+
+
 def gained_indexers(own: ModelConfig, config: ModelConfig) -> list[int]:
     """Layers of ``config`` with an indexer that a checkpoint of ``own`` has not trained."""
     return [new.index for old, new in zip(own.layers, config.layers, strict=True) if new.has_indexer > old.has_indexer]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.lab.experiments.define.config import Experiment
 from deepseek_attn.lab.experiments.define.results import CostResult, LengthRow, TimesResult, TrainedResult
@@ -73,16 +74,21 @@ def build_report(experiment: Experiment, folder: Path, device: str) -> Report:
     return report
 
 
-def _shape(config: DeepseekV4Base) -> Shape:
+def _shape(config: AnyConfig) -> Shape:
     return {
         "num_hidden_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "head_dim": config.head_dim,
-        "sliding_window": config.sliding_window,
-        "index_topk": config.index_topk,
+        "sliding_window": _window(config),
+        "index_topk": config.index_topk or 0,
         "vocab_size": config.vocab_size,
     }
+
+
+def _window(config: AnyConfig) -> int:
+    """Tokens of the window; 0 for V3.2, which has none."""
+    return config.sliding_window if isinstance(config, DeepseekV4Base) else 0
 
 
 def _cost_model(cost: CostSettings) -> CostModel:
@@ -112,7 +118,7 @@ def _variant(
         "twin": _name_of(replace(variant, selection="learned"), variant, experiment),
         "parent": _name_of(replace(variant, layers=None), variant, experiment),
         "ratios": [spec.ratio for spec in config.layers],
-        "window": config.sliding_window,
+        "window": _window(config),
         "long_range": any(spec.ratio for spec in config.layers),
     }
     runs: dict[str, dict[int, TrainedResult]] = {}

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_attn import ModelConfig
 from deepseek_attn.lab.experiments.define.config import load_experiment, read_experiment, shipped_experiments
 from deepseek_attn.lab.experiments.define.units import make_units
+from deepseek_attn.lab.experiments.define.variant import ModelVariant
 
 VARIANTS = [{"schedule": "0*"}]
 SIZES = {"steps": 1, "batch": 1, "seq_len": 64}
@@ -329,3 +331,23 @@ def test_altered_experiments_are_one_error(tmp_path):
                 message = ""
             assert message.startswith("invalid config (exp.json), ") or units
             assert not any(".." in unit.path for unit in units)
+
+
+def test_an_experiment_on_a_checkpoint_alone_takes_its_config_as_base():
+    raw = {"variants": [{"schedule": "own", "index_topk": 4}], "checkpoint": {"model": "tiny_v32"}}
+    experiment = read_experiment(raw, "mine", Path())
+    assert experiment.base.model_type == "deepseek_v32"
+    assert experiment.variants[0].config(experiment.base).index_topk == 4
+    with pytest.raises(ValueError, match=r"base.*missing|missing.*base"):
+        read_experiment(raw | {"cost": {"contexts": [512]}}, "mine", Path())
+    with pytest.raises(ValueError, match=r"changes schedule of a deepseek_v32"):
+        read_experiment(raw | {"variants": [{"schedule": "0,4*"}]}, "mine", Path())
+
+
+def test_own_schedule_keeps_ratios_overlap_and_indexers():
+    base = ModelConfig.from_preset("tiny").replace(
+        num_hidden_layers=3, compress_ratios=[0, 16, 4], num_nextn_predict_layers=0, compress_indexer={"16": True}
+    )
+    own = ModelVariant("own", "own", index_topk=3).config(base)
+    assert own.layers == base.layers
+    assert own.index_topk == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,3 +84,57 @@ def test_the_first_layers_alone(tmp_path):
     ]
     assert own["loss"] == pytest.approx(float(torch.cat(losses).double().mean()), rel=1e-6)
     assert len(own["layers"]) == 3
+
+
+@pytest.fixture(scope="module", params=["tiny_v32", "tiny_v41"])
+def family(request, tmp_path_factory) -> dict:
+    """Results of another family: its own by ``layers_at_once``, those of variants, and the whole model's."""
+    variants = [ModelVariant("own", "own"), ModelVariant("top 2", "own", index_topk=2)]
+    if request.param == "tiny_v32":
+        variants += [ModelVariant("official", "own", numerics="official"), ModelVariant("dense", "own", indexer=False)]
+    found: dict = {"own": {}, "variants": {}, "name": request.param}
+    for at_once in (0, 1):
+        given = replace(settings(at_once=at_once), model=request.param)
+        folder = tmp_path_factory.mktemp("own")
+        found["own"][at_once] = measure_own(given, CPU, folder)
+        found["variants"][at_once] = {v.name: measure_variant(v, given, CPU, folder) for v in variants}
+    config, source = open_source(given)
+    found["prompts"] = prompts = read_prompts(given, config)
+    options = {"device": "cpu", "max_model_len": 51, "max_num_batched_tokens": 51}
+    for name, changes in (("own", {}), ("top 2", {"index_topk": 2})):
+        with ModelRunner.from_source(config.replace(**changes), source, **options) as runner:
+            found[f"whole {name}"] = runner.score(prompts), measure_recall(runner, prompts)
+    return found
+
+
+def test_groups_of_layers_of_other_families_change_nothing(family):
+    """Layers of V4.1 read entries, index keys, selections and candidates of layers in earlier groups."""
+    for at_once, own in family["own"].items():
+        assert json.dumps(own) == json.dumps(family["own"][0]), at_once
+        assert json.dumps(family["variants"][at_once]) == json.dumps(family["variants"][0]), at_once
+
+
+def test_other_families_are_those_of_a_whole_runner(family):
+    (own, rows), (fewer, _), prompts = family["whole own"], family["whole top 2"], family["prompts"]
+    found, variants = family["own"][1], family["variants"][1]
+    assert found["loss"] == compare(own, own, prompts)["loss"]
+    assert found["layers"] == rows
+    assert variants["own"]["kl"] == 0.0
+    expected = compare(own, fewer, prompts)
+    assert {key: variants["top 2"][key] for key in expected} == expected
+    assert expected["kl"] > 0
+
+
+def test_dense_attention_of_a_v32_reads_all_tokens(family):
+    if family["name"] != "tiny_v32":
+        pytest.skip("V4.1 has no dense form")
+    dense = family["variants"][1]["dense"]
+    assert dense["kl"] > 0
+    assert family["variants"][1]["official"]["kl"] > 0
+    assert all(row["token_mass"] == pytest.approx(1.0) for row in dense["layers"])
+
+
+def test_other_families_keep_their_schedule(tmp_path):
+    given = replace(settings(), model="tiny_v41")
+    with pytest.raises(ValueError, match=r"changes schedule, indexer of a deepseek_v41.*index_topk"):
+        measure_variant(ModelVariant("other", "0,4*", indexer=True), given, CPU, tmp_path)
