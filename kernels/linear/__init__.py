@@ -42,8 +42,6 @@ def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRow
         Triton sums FP8 products of the channels of one scale as the tensor cores do: on compute capability 9.0 with
         about 14 bits, unless the output is float32.
     """
-    if not runs_triton(x):
-        return [_in_torch(x, segment, quantized) for segment in segments]
     if not (fused := [segment for segment in segments if _in_triton(segment)]):
         return [_in_torch(x, segment, quantized) for segment in segments]
     from deepseek_attn.kernels.linear.linear import multi_linear as op

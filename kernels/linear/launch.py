@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.counters import counters_of
-from deepseek_attn.kernels.common.device import fp8_view, gpu
+from deepseek_attn.kernels.common.device import GPU, fp8_view
+from deepseek_attn.kernels.common.device import gpu as gpu_of
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import KernelPlan
-from deepseek_attn.kernels.common.quant import ROW_MULTIPLE, QuantizedRows, empty_quantized_rows
+from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, next_power_of_2
+from deepseek_attn.kernels.common.quant import ROW_MULTIPLE, InputFormat, QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear.formats import Segment
@@ -29,16 +30,8 @@ from deepseek_attn.kernels.linear.linear_triton import (
     WeightFormat,
     multi_linear_kernel,
 )
-from deepseek_attn.kernels.linear.plan import (
-    HOPPER_FP8_WEIGHTS,
-    HOPPER_PLAIN_WEIGHTS,
-    PLAIN_CHANNELS,
-    LinearPlan,
-    ProductPlan,
-    QuantizeProblem,
-    WeightTiles,
-    plan_quantize,
-)
+from deepseek_attn.kernels.linear.plan import HOPPER_FP8_WEIGHTS, HOPPER_PLAIN_WEIGHTS, PLAIN_CHANNELS, plan_quantize
+from deepseek_attn.kernels.linear.problem import LinearPlan, ProductPlan, QuantizeProblem
 from deepseek_attn.kernels.linear.quantize_triton import QuantizeConstants, QuantizeInputs, quantize_input_kernel
 
 _BYTES = gl.NVMMASharedLayout(128, 8, 2)
@@ -61,17 +54,24 @@ class Operands(NamedTuple):
     Attributes:
         x: ``[M, groups * K]``; of the values nothing is read if only ``quantized`` ones are.
         quantized: x in FP8, ``[M, K]`` or ``[groups, M, K]``, or None.
-        fp8, plain: segments of either kind; outs, plain_outs: their outputs ``[M, N]``.
+        fp8, scales, outs: FP8 weights with their scales and outputs ``[M, N]``; plain, plain_outs: the others.
+        input_format: of the FP8 weights.
         output: receives the output of the only weight in FP8 as well, or None.
+        pow2_scales: of inputs and outputs in FP8.
+        groups: diagonal blocks of the only weight.
     """
 
     x: Tensor
     quantized: QuantizedRows | None
-    fp8: Sequence[Segment]
+    fp8: tuple[Tensor, ...]
+    scales: tuple[Tensor | None, ...]
     outs: tuple[Tensor, ...]
-    plain: Sequence[Segment]
+    plain: tuple[Tensor, ...]
     plain_outs: tuple[Tensor, ...]
+    input_format: InputFormat
     output: QuantizedRows | None
+    pow2_scales: bool
+    groups: int
 
 
 def launch(
@@ -100,79 +100,71 @@ def launch(
             results = [x.new_empty(len(x), len(one.weight), dtype=one.out_dtype or x.dtype) for one in chosen]
             if product.quantizes_output:
                 output = empty_quantized_rows(len(x), len(chosen[0].weight), x.device, pow2_scales)
-            count = sum(one.scale is not None for one in chosen)
+            count, weights = len(product.fp8.SIZES), tuple(one.weight for one in chosen)
             operands = Operands(
-                x, quantized if product.quantized else None, chosen[:count], tuple(results[:count]), chosen[count:],
-                tuple(results[count:]), output,
+                x, quantized if product.quantized else None, weights[:count],
+                tuple(one.scale for one in chosen[:count]), tuple(results[:count]), weights[count:],
+                tuple(results[count:]), chosen[0].input_format, output, pow2_scales, groups,
             )  # fmt: skip
             launch_products = _LAUNCHES[product.choice.kernel]
-            launch_products(plan, product, operands, groups, pow2_scales)
+            launch_products(plan.gpu, product, operands)
         outs |= zip(product.weights, results, strict=True)
     return [outs[i] for i in range(len(segments))], output
 
 
-def _launch_triton(plan: LinearPlan, product: ProductPlan, operands: Operands, groups: int, pow2_scales: bool) -> None:
-    x, quantized, fp8, outs, plain, plain_outs, _ = operands
-    config, tiles, plain_tiles = product.choice.config, product.fp8, product.plain
-    M, K = len(x), x.shape[1] // groups
+def _launch_triton(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
+    x, quantized, fp8, scales, outs, plain, plain_outs, input_format, *_, groups = operands
+    config, tiles, plain_tiles, K = product.choice.config, product.fp8, product.plain, x.shape[1] // groups
     q, q_scale = (x, x) if quantized is None else (fp8_view(quantized.values), quantized.scale)
     strides = x.stride(0), q.stride(-2), q_scale.stride(1)
     group_strides = K, q.stride(0) if groups > 1 else 0, K // 128 * q_scale.stride(1)
     dot, plain_dot = ((_DOT_DTYPES[one.dtype], one.parts, one.precision) for one in product.dots)
-    mode = "quantized" if quantized is not None else "quantize" if fp8 and fp8[0].reads_fp8 else "plain"
-    group = fp8[0].input_format.group if fp8 else 128
-    jobs = tiles.TILES * tiles.SPLITS + plain_tiles.TILES * plain_tiles.SPLITS
-    multi_linear_kernel[(product.token_tiles * jobs,)](
+    mode = "quantized" if quantized is not None else "quantize" if fp8 and input_format.fp8 else "plain"
+    multi_linear_kernel[(product.jobs,)](
         LinearInputs(x, q, q_scale, *strides, *group_strides),
-        tuple(fp8_view(segment.weight) for segment in fp8),
-        tuple(segment.scale for segment in fp8),
+        tuple(fp8_view(weight) for weight in fp8),
+        scales,
         outs,
-        tuple(segment.weight for segment in plain),
+        plain,
         plain_outs,
         _scratch(product, x, x),
-        M,
+        len(x),
         CONSTANTS=LinearConstants(
-            K, config.tokens, config.stages, config.prefetched_blocks, pow2_scales, plan.gpu.native_fp8, plan.gpu.pdl
+            K, config.tokens, config.stages, config.prefetched_blocks, operands.pow2_scales, gpu.native_fp8, gpu.pdl
         ),
-        FP8=WeightFormat(tiles, config.rows, group, True, mode, *dot),
+        FP8=WeightFormat(tiles, config.rows, input_format.group if fp8 else 128, True, mode, *dot),
         PLAIN=WeightFormat(plain_tiles, config.rows, PLAIN_CHANNELS, False, "plain", *plain_dot),
         enable_fp_fusion=True,
         num_warps=config.warps,
         num_stages=config.stages,
-        launch_pdl=plan.gpu.pdl,
+        launch_pdl=gpu.pdl,
     )
 
 
-def _launch_hopper(plan: LinearPlan, product: ProductPlan, operands: Operands, groups: int, pow2_scales: bool) -> None:
-    x, quantized, fp8, outs, plain, plain_outs, output = operands
+def _launch_hopper(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
+    x, quantized, fp8, scales, outs, plain, plain_outs, _, output, *_, groups = operands
     if quantized is None:
         raise ValueError(f"linear_hopper_kernel reads an input in FP8, and the plan has none: {product}")
     q, q_scale, _ = quantized
-    config, tiles, plain_tiles = product.choice.config, product.fp8, product.plain
-    M, K = q.shape[-2:]
+    config, (M, K) = product.choice.config, q.shape[-2:]
     stride = q.stride(0) // q.stride(1) if groups > 1 else 0
     if groups > 1:
         q = q.as_strided((stride * (groups - 1) + M, K), (q.stride(1), 1))
     elif q.dim() == 3:  # a rank with a single group
         q = q[0]
-    jobs = product.token_tiles * (tiles.TILES * tiles.SPLITS + plain_tiles.TILES * plain_tiles.SPLITS)
     registers = min(248, 65536 // (1 + config.spare) // (128 * config.warpgroups + 128)) // 8 * 8
-    descs = [tiled(segment.weight, config.rows, 128, _BYTES) for segment in fp8]
-    plain_descs = [tiled(segment.weight, config.rows, 64, _PLAIN) for segment in plain]
-    linear_hopper_kernel[(min(jobs, plan.gpu.multiprocessors),)](
+    linear_hopper_kernel[(min(product.jobs, gpu.multiprocessors),)](
         tiled(q, config.tokens, 128, _BYTES),
         tiled(q_scale.t(), 1, max(config.tokens, 32), _SCALES),
         tiled(x, config.tokens, 64, _PLAIN) if plain else None,
-        *descs,
-        *[None] * (HOPPER_FP8_WEIGHTS - len(descs)),
-        *plain_descs,
-        *[None] * (HOPPER_PLAIN_WEIGHTS - len(plain_descs)),
-        tuple(segment.scale for segment in fp8),
+        *_tiled_weights(fp8, config.rows, 128, _BYTES, HOPPER_FP8_WEIGHTS),
+        *_tiled_weights(plain, config.rows, 64, _PLAIN, HOPPER_PLAIN_WEIGHTS),
+        scales,
         outs,
         plain_outs,
         _memory(product, operands, q_scale),
         M,
-        jobs,
+        product.jobs,
         stride,
         0 if output is None else output.scale.stride(1),
         TILING=LinearHopperTiling(
@@ -186,8 +178,8 @@ def _launch_hopper(plan: LinearPlan, product: ProductPlan, operands: Operands, g
             WARPGROUPS=config.warpgroups,
             STAGES=config.stages,
             SCALES=max(config.tokens, 32),
-            FP8=tiles,
-            PLAIN=plain_tiles,
+            FP8=product.fp8,
+            PLAIN=product.plain,
             DTYPE=TRITON_DTYPES[x.dtype],
             POW2=output is None or output.pow2_scales,
             REGISTERS=min(240, (registers * (config.warpgroups + 1) - 40) // config.warpgroups // 8 * 8),
@@ -199,37 +191,34 @@ def _launch_hopper(plan: LinearPlan, product: ProductPlan, operands: Operands, g
     )
 
 
-def _launch_decode(plan: LinearPlan, product: ProductPlan, operands: Operands, groups: int, pow2_scales: bool) -> None:
-    x, quantized, fp8, outs, _, _, output = operands
-    config, tiles, (M, K) = product.choice.config, product.fp8, (len(x), fp8[0].weight.shape[1])
-    if quantized is None:
-        source = DecodeInput(x, x.stride(0), 0, x, 0)
-    else:
+def _launch_decode(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
+    x, quantized, fp8, scales, outs, _, _, _, output, pow2_scales, groups = operands
+    config, (M, K) = product.choice.config, (len(x), fp8[0].shape[1])
+    source = DecodeInput(x, x.stride(0), 0, x, 0)
+    if quantized is not None:
         q, q_scale, _ = quantized
         source = DecodeInput(q, q.stride(-2), q.stride(0) if groups > 1 else 0, q_scale, q_scale.stride(1))
-    jobs, split_blocks = tiles.TILES * tiles.SPLITS, triton.cdiv(K // 128, tiles.SPLITS)
-    descs = [tiled(segment.weight, config.rows, 128, _BYTES) for segment in fp8]
-    linear_decode_hopper_kernel[(min(jobs, plan.gpu.multiprocessors),)](
+    split_blocks = cdiv(K // 128, product.fp8.SPLITS)
+    linear_decode_hopper_kernel[(min(product.jobs, gpu.multiprocessors),)](
         source,
-        *descs,
-        *[None] * (HOPPER_FP8_WEIGHTS - len(descs)),
-        tuple(segment.scale for segment in fp8),
+        *_tiled_weights(fp8, config.rows, 128, _BYTES, HOPPER_FP8_WEIGHTS),
+        scales,
         outs,
-        _memory(product, operands, fp8[0].scale),
+        _memory(product, operands, scales[0]),
         M,
-        jobs,
+        product.jobs,
         0 if output is None else output.scale.stride(1),
         TILING=DecodeTiling(
             K=K,
             TOKENS=config.tokens,
             ROWS=config.rows,
             SPLIT_BLOCKS=split_blocks,
-            INPUT_BLOCKS=triton.next_power_of_2(split_blocks),
+            INPUT_BLOCKS=next_power_of_2(split_blocks),
             STAGES=config.stages,
             STAGE_BLOCKS=config.stage_blocks,
             STAGES_AT_ONCE=config.stages_at_once,
             QUANTIZED=quantized is not None,
-            TILES=tiles,
+            TILES=product.fp8,
             POW2=pow2_scales,
         ),
         enable_fp_fusion=True,
@@ -246,17 +235,20 @@ _LAUNCHES = {
 }
 
 
+def _tiled_weights(
+    weights: Sequence[Tensor], rows: int, columns: int, layout: gl.NVMMASharedLayout, count: int
+) -> list[TensorDescriptor | None]:
+    """``count`` arguments of a kernel: descriptors of weights, then None."""
+    return [*(tiled(weight, rows, columns, layout) for weight in weights), *[None] * (count - len(weights))]
+
+
 def _scratch(product: ProductPlan, x: Tensor, unused: Tensor | None) -> SplitScratch:
     """Memory for the split-K partials of each tile; none, and ``unused`` as counters, where nothing is split."""
-    config = product.choice.config
-
-    def partials(tiles: WeightTiles) -> Tensor | None:
-        size = tiles.TILES * product.token_tiles * tiles.SPLITS * config.rows * config.tokens if tiles.SPLITS > 1 else 0
-        return torch.empty(size, dtype=torch.float32, device=x.device) if size else None
-
+    tile = product.token_tiles * product.choice.config.rows * product.choice.config.tokens
+    sizes = (tile * tiles.TILES * tiles.SPLITS if tiles.SPLITS > 1 else 0 for tiles in (product.fp8, product.plain))
+    fp8, plain = (x.new_empty(size, dtype=torch.float32) if size else None for size in sizes)
     is_split = max(product.fp8.SPLITS, product.plain.SPLITS) > 1
-    counters = counters_of(x.device) if is_split else unused
-    return SplitScratch(partials(product.fp8), partials(product.plain), counters)
+    return SplitScratch(fp8, plain, counters_of(x.device) if is_split else unused)
 
 
 def _memory(product: ProductPlan, operands: Operands, unused: Tensor | None) -> HopperMemory:
@@ -294,19 +286,15 @@ def padded_rows(rows: QuantizedRows) -> QuantizedRows:
 
     Copies nothing where the storage of the tensors is long enough, as in `empty_quantized_rows`.
     """
-    values, scale, _ = rows
-    extra = -len(values) % ROW_MULTIPLE
-    if not extra:
+    (values, scale, _), (M, K) = rows, rows.values.shape
+    total, groups = cdiv(M, ROW_MULTIPLE) * ROW_MULTIPLE, scale.shape[1]
+    if total == M:
         return rows
-    total, K, groups = len(values) + extra, values.shape[1], scale.shape[1]
     in_place = scale.stride(1) == total and values.is_contiguous()
     if in_place and _fits_in_storage(values, total * K) and _fits_in_storage(scale, total * groups):
-        padded, padded_scale = values.as_strided((total, K), (K, 1)), scale.as_strided((total, groups), (1, total))
-    else:
-        padded = torch.zeros(total, K, dtype=torch.uint8, device=values.device).view(values.dtype)
-        padded[: len(values)] = values
-        padded_scale = torch.nn.functional.pad(scale.t(), (0, extra)).t()
-    return rows._replace(values=padded, scale=padded_scale)
+        values, scale = values.as_strided((total, K), (K, 1)), scale.as_strided((total, groups), (1, total))
+        return rows._replace(values=values, scale=scale)
+    return padded_rows(rows.take(torch.arange(M, device=values.device)))
 
 
 def _fits_in_storage(tensor: Tensor, size: int) -> bool:
@@ -320,7 +308,7 @@ def _fits_in_storage(tensor: Tensor, size: int) -> bool:
 def quantize_rows(x: Tensor, pow2_scales: bool, groups: int | None = None, rope: Rope | None = None) -> QuantizedRows:
     """``x [M, channels]``, rotated back by ``rope``, as FP8 in the memory of `empty_quantized_rows`."""
     problem = QuantizeProblem(len(x), x.shape[1], batch_invariant(), rope is not None)
-    return _quantized_rows(plan_quantize(problem, gpu(x.device)), x, pow2_scales, groups, rope)
+    return _quantized_rows(plan_quantize(problem, gpu_of(x.device)), x, pow2_scales, groups, rope)
 
 
 def _quantized_rows(
@@ -347,7 +335,7 @@ def _launch_quantize(
     positions, cos_sin, head_dim = rope or (None, None, 1)
     config = plan.choice.config
     out_strides = out.stride(-2), out.stride(0) if out.dim() == 3 else 0, 0 if scale is None else scale.stride(0)
-    quantize_input_kernel[(triton.cdiv(M, config.rows), triton.cdiv(channels, config.channels))](
+    quantize_input_kernel[(cdiv(M, config.rows), cdiv(channels, config.channels))](
         QuantizeInputs(
             x, out if scale is None else fp8_view(out), scale, positions, cos_sin, x.stride(0), *out_strides
         ),

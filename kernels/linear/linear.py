@@ -19,20 +19,26 @@ from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.quant import InputFormat, QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment
 from deepseek_attn.kernels.linear.launch import Rope, launch, quantize_rows
-from deepseek_attn.kernels.linear.plan import LinearProblem, LinearWeight, plan, quantizes_before
+from deepseek_attn.kernels.linear.plan import plan, quantizes_before
+from deepseek_attn.kernels.linear.problem import LinearProblem, LinearWeight
 
 
 def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None = None) -> list[Tensor]:
     """See `deepseek_attn.kernels.linear.multi_linear`; no FP4 weights."""
     check("x", x, ("M", "K"), FLOATS)
     for segment in segments:
-        _check_segment(segment, x)
+        if segment.scale is not None:
+            check_fp8_weight(segment, x.shape[1])
+        else:
+            check("a weight without a scale", segment.weight, ("N", x.shape[1]), FLOATS, contiguous=True)
+        if segment.out_dtype not in (None, *FLOATS):
+            raise ValueError(f"outputs are float32, bfloat16 or float16, got {segment.out_dtype}")
     if quantized is not None:
         check_quantized("quantised x", quantized, x.shape)
     if not len(x) or not segments:
         return [x.new_empty(len(x), len(one.weight), dtype=one.out_dtype or x.dtype) for one in segments]
     x = x if x.stride(1) == 1 else x.contiguous()
-    problem = linear_problem(x, x.shape[1], segments, quantized)
+    problem = linear_problem(x, segments, quantized)
     return launch(plan(problem, gpu(x.device)), x, segments, _pow2_scales(segments), quantized)[0]
 
 
@@ -46,7 +52,7 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
 
 def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | None:
     """See `deepseek_attn.kernels.linear.empty_quantized`; for segments that read FP8 once."""
-    problem = linear_problem(x, x.shape[1], segments, None)
+    problem = linear_problem(x, segments, None)
     if not quantizes_before(problem, gpu(x.device)):
         return None
     return empty_quantized_rows(len(x), x.shape[1], x.device, _pow2_scales(segments))
@@ -57,61 +63,65 @@ def grouped_linear(
     quantize_output: bool = False,
 ) -> tuple[Tensor, QuantizedRows | None]:  # fmt: skip
     """See `deepseek_attn.kernels.linear.grouped_linear_quantized`; for FP8 weights."""
-    M, H, d = _checked_shape(o, groups, positions, cos_sin)
-    K, N = H // groups * d, len(segment.weight)
-    check_fp8_weight(segment, K)
-    if N % groups:
-        raise ValueError(f"a weight of {N} rows cannot be divided into {groups} groups")
+    check("o", o, ("M", "H", "d"), FLOATS)
+    M, H, d = o.shape
+    if H % groups:
+        raise ValueError(f"o must have a multiple of {groups} heads, got {H}")
+    if (positions is None) != (cos_sin is None):
+        raise ValueError("positions and cos_sin go together: give both, or neither to leave the heads unrotated")
+    check("positions", positions, (M,), INTS)
+    check("cos_sin", cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
+    if cos_sin is not None and (d % 2 or cos_sin.shape[1] % 2 or cos_sin.shape[1] > d):
+        raise ValueError(f"pairs of channels are rotated: d and rope_dim must be even, got {d} and {cos_sin.shape[1]}")
     x = o.flatten(1) if o.stride(1) == d and o.stride(2) == 1 else o.contiguous().flatten(1)
-    if M == 0:
-        return x.new_empty(0, N), None
     rope = None if positions is None or cos_sin is None else Rope(positions, cos_sin, d)
-    problem = linear_problem(x, K, [segment], None, groups, rope is not None, quantize_output)
-    pow2_scales = segment.input_format.pow2_scales
-    outs, output = launch(plan(problem, gpu(x.device)), x, [segment], pow2_scales, None, groups, rope)
-    return outs[0], output
+    return _diagonal_blocks(x, segment, groups, None, rope, quantize_output)
 
 
 def grouped_linear_of_quantized(
     o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, QuantizedRows | None]:
     """See `deepseek_attn.kernels.linear.grouped_linear_of_quantized`."""
-    if o.values.dim() != 3 or len(weight) % len(o.values):
-        raise ValueError(f"a weight of {len(weight)} rows needs values [groups, M, K], got {tuple(o.values.shape)}")
+    if o.values.dim() != 3:
+        raise ValueError(f"values must be [groups, M, K], got {tuple(o.values.shape)}")
     groups, M, K = o.values.shape
-    segment = Segment(weight, scale, InputFormat(True, o.pow2_scales))
-    check_fp8_weight(segment, K)
     # stands for the input, of which only shape and dtype are read
     x = torch.empty(1, dtype=dtype, device=weight.device).expand(M, groups * K)
-    if M == 0:
-        return x.new_empty(0, len(weight)), None
-    problem = linear_problem(x, K, [segment], o, groups, False, True)
-    outs, output = launch(plan(problem, gpu(x.device)), x, [segment], o.pow2_scales, o, groups)
+    return _diagonal_blocks(x, Segment(weight, scale, InputFormat(True, o.pow2_scales)), groups, o, None, True)
+
+
+def _diagonal_blocks(
+    x: Tensor, segment: Segment, groups: int, quantized: QuantizedRows | None, rope: Rope | None, quantize_output: bool
+) -> tuple[Tensor, QuantizedRows | None]:
+    """The product of ``x [M, groups * K]``, or of its FP8 values, with the blocks of a weight."""
+    K, N = x.shape[1] // groups, len(segment.weight)
+    check_fp8_weight(segment, K)
+    if N % groups:
+        raise ValueError(f"a weight of {N} rows cannot be divided into {groups} groups")
+    if not len(x):
+        return x.new_empty(0, N), None
+    problem = linear_problem(x, [segment], quantized, groups, rope is not None, quantize_output)
+    pow2_scales = segment.input_format.pow2_scales
+    outs, output = launch(plan(problem, gpu(x.device)), x, [segment], pow2_scales, quantized, groups, rope)
     return outs[0], output
 
 
 def linear_problem(
-    x: Tensor,
-    channels: int,
-    segments: Sequence[Segment],
-    quantized: QuantizedRows | None,
-    groups: int = 1,
-    rotated: bool = False,
+    x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None, groups: int = 1, rotated: bool = False,
     quantize_output: bool = False,
-) -> LinearProblem:
-    """The problem of these arguments, with ``channels`` of a group."""
+) -> LinearProblem:  # fmt: skip
+    """The problem of these arguments."""
     weights, end = [], None
     for segment in segments:
-        weight, out, start, follows = segment.weight, segment.out_dtype or x.dtype, segment.weight.data_ptr(), False
-        if segment.scale is None:
-            kind = weight.untyped_storage().data_ptr(), weight.dtype, out
-            follows, end = end == (start, kind), (start + weight.nbytes, kind)
-        else:
-            end = None
-        read = None if segment.scale is None else segment.input_format
+        weight, out, read, kind = segment.weight, segment.out_dtype or x.dtype, segment.input_format, None
+        start = weight.data_ptr()
+        if segment.scale is None:  # plain weights may be adjacent in memory
+            read, kind = None, (weight.untyped_storage().data_ptr(), weight.dtype, out)
+        follows = kind is not None and end == (start, kind)
+        end = start + weight.nbytes, kind
         weights.append(LinearWeight(len(weight), weight.dtype, out, read, start % 16 == 0, follows))
     return LinearProblem(
-        *(len(x), channels, x.dtype, tuple(weights), groups, rotated, quantized is not None),
+        *(len(x), x.shape[1] // groups, x.dtype, tuple(weights), groups, rotated, quantized is not None),
         aligned=_is_aligned(x),
         quantized_aligned=quantized is None or (_is_aligned(quantized.values) and _is_aligned(quantized.scale.t())),
         quantize_output=quantize_output,
@@ -132,39 +142,11 @@ def _pow2_scales(segments: Sequence[Segment]) -> bool:
     return rules != {False}
 
 
-def _check_segment(segment: Segment, x: Tensor) -> None:
-    if segment.scale is not None:
-        check_fp8_weight(segment, x.shape[1])
-    else:
-        check("a weight without a scale", segment.weight, ("N", x.shape[1]), FLOATS, contiguous=True)
-    if segment.out_dtype not in (None, *FLOATS):
-        raise ValueError(f"outputs are float32, bfloat16 or float16, got {segment.out_dtype}")
-
-
 def check_fp8_weight(segment: Segment, K: int) -> None:
     """Raises ValueError unless a segment has an FP8 weight of ``K`` channels with block scales."""
     weight, scale, group = segment.weight, segment.scale, segment.input_format.group
-    if scale is None or weight.dtype == torch.uint8:
-        raise ValueError(
-            f"a quantised weight must be float8_e4m3fn with scales, got {weight.dtype} "
-            f"{'without' if scale is None else 'with'} scales; kernels.linear.reference computes with packed FP4"
-        )
     check("a quantised weight", weight, ("N", K), torch.float8_e4m3fn, contiguous=True)
     grid = tuple(cdiv(size, group) for size in weight.shape)
     check(f"scale of weight {list(weight.shape)}", scale, grid, torch.float32, contiguous=True)
     if segment.input_format.fp8 and K % group:
         raise ValueError(f"FP8 inputs need a multiple of {group} channels, got {K}")
-
-
-def _checked_shape(o: Tensor, groups: int, positions: Tensor | None, cos_sin: Tensor | None) -> tuple[int, int, int]:
-    check("o", o, ("M", "H", "d"), FLOATS)
-    M, H, d = o.shape
-    if H % groups:
-        raise ValueError(f"o must have a multiple of {groups} heads, got {H}")
-    if (positions is None) != (cos_sin is None):
-        raise ValueError("positions and cos_sin go together: give both, or neither to leave the heads unrotated")
-    check("positions", positions, (M,), INTS)
-    check("cos_sin", cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
-    if cos_sin is not None and (d % 2 or cos_sin.shape[1] % 2 or cos_sin.shape[1] > d):
-        raise ValueError(f"pairs of channels are rotated: d and rope_dim must be even, got {d} and {cos_sin.shape[1]}")
-    return M, H, d

@@ -9,21 +9,17 @@ Rows are timed in whole layers where their source says so: a kernel that is fast
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import NamedTuple
+from dataclasses import replace
+from itertools import accumulate, zip_longest
 
 import torch
 
 from deepseek_attn.kernels.common.counters import COUNTERS
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.invariance import MANY_ROWS
 from deepseek_attn.kernels.common.plans import (
     ANY,
-    Choice,
     KernelPlan,
     Row,
-    RowsProblem,
     Table,
     at_least,
     cdiv,
@@ -35,172 +31,28 @@ from deepseek_attn.kernels.common.plans import (
     planner,
     up_to,
 )
-from deepseek_attn.kernels.common.quant import InputFormat
+from deepseek_attn.kernels.linear.problem import (
+    DotFormat,
+    LinearDecodeTiles,
+    LinearHopperTiles,
+    LinearPlan,
+    LinearProblem,
+    LinearTiles,
+    LinearWeight,
+    ProductPlan,
+    QuantizeProblem,
+    QuantizeTiles,
+    WeightTiles,
+)
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 HALVES = (torch.bfloat16, torch.float16)
-FP8_INPUT_GROUP = 128  # channels of a token that share a scale where a launch quantises the input
 QUANTIZE_ABOVE = 8  # tokens up to which each Triton program quantises the part of the input that it reads
 JOIN_FROM = 256  # tokens; with 128, the five plain projections of a C4A layer take 1.6 us longer as one product
 DECODE_TOKENS = 16  # at most, of `linear_decode_hopper`
 HOPPER_FP8_WEIGHTS, HOPPER_PLAIN_WEIGHTS = 3, 5  # FP8 and plain weights of a launch on Hopper, at most
 OWN_BLOCKS = 16  # of a job whose input `linear_decode_hopper` quantises, at most: a register holds one value
 PLAIN_CHANNELS = 64  # of a plain weight that a program of `linear_triton` reads at once; of an FP8 weight a group
-
-
-class LinearWeight(NamedTuple):
-    """One weight of a `LinearProblem`.
-
-    Attributes:
-        rows: of all groups; dtype, out: of the weight and of the output.
-        input_format: how the product of an FP8 weight reads its input; None for a plain weight.
-        aligned: its address is a multiple of 16 bytes.
-        follows: it begins in memory where the weight before it ends; both are plain and have the same dtypes.
-    """
-
-    rows: int
-    dtype: torch.dtype
-    out: torch.dtype
-    input_format: InputFormat | None = None
-    aligned: bool = True
-    follows: bool = False
-
-    @property
-    def reads_fp8(self) -> bool:
-        """The product reads its input quantised to FP8."""
-        return self.input_format is not None and self.input_format.fp8
-
-    @property
-    def reads_fp8_once(self) -> bool:
-        """A launch before may quantise its input; for groups of 32, programs always quantise what they read."""
-        return self.input_format is not None and self.input_format.fp8 and self.input_format.group == FP8_INPUT_GROUP
-
-
-@dataclass(frozen=True)
-class LinearProblem:
-    """Projections of one input.
-
-    Attributes:
-        tokens, channels: of the input; with groups, the channels of one of them.
-        dtype: of the input.
-        weights: FP8 and plain ones in any order; one FP8 weight if there are groups.
-        groups: diagonal blocks of the weight.
-        rotated: the input is rotated back before the product (inverse RoPE).
-        quantized: the caller has quantised the input, for weights with `LinearWeight.reads_fp8_once`.
-        aligned, quantized_aligned: address and rows of the input, or of its FP8 values, are multiples of 16 bytes.
-        quantize_output: the output of the only weight is wanted as FP8 too, where that needs no further launch.
-        batch_invariant: sums of a token do not depend on the number of tokens.
-    """
-
-    tokens: int
-    channels: int
-    dtype: torch.dtype
-    weights: tuple[LinearWeight, ...]
-    groups: int = 1
-    rotated: bool = False
-    quantized: bool = False
-    aligned: bool = True
-    quantized_aligned: bool = True
-    quantize_output: bool = False
-    batch_invariant: bool = False
-
-    @property
-    def planned_tokens(self) -> int:
-        """Tokens that the launch is configured for."""
-        return MANY_ROWS if self.batch_invariant else self.tokens
-
-    @property
-    def fp8(self) -> list[LinearWeight]:
-        """The FP8 weights."""
-        return [weight for weight in self.weights if weight.input_format is not None]
-
-    @property
-    def plain(self) -> list[LinearWeight]:
-        """The weights of float dtypes."""
-        return [weight for weight in self.weights if weight.input_format is None]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the FP8 weights."""
-        return sum(weight.rows for weight in self.fp8)
-
-    @property
-    def weight_values(self) -> int:
-        """Values of the FP8 weights, for one group."""
-        return self.rows * self.channels
-
-    @property
-    def plain_rows(self) -> int:
-        """Rows of the plain weights."""
-        return sum(weight.rows for weight in self.plain)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of 128 channels."""
-        return cdiv(self.channels, 128)
-
-
-class LinearTiles(NamedTuple):
-    """Configuration of a launch of `multi_linear_kernel`.
-
-    Attributes:
-        tokens, rows: tokens and weight rows of a program's tile.
-        splits, plain_splits: split-K, the number of programs that share the channels of a tile.
-        warps, stages: of a program.
-        prefetched_blocks: blocks of weights that a program reads before the previous kernel has ended.
-    """
-
-    tokens: int
-    rows: int = 64
-    splits: int = 1
-    plain_splits: int = 1
-    warps: int = 4
-    stages: int = 3
-    prefetched_blocks: int = 0
-
-
-class LinearHopperTiles(NamedTuple):
-    """Configuration of a launch of `linear_hopper_kernel`.
-
-    Attributes:
-        rows, tokens: weight rows and tokens of a tile.
-        warpgroup_rows, warpgroup_tokens: of the part of a tile that a warpgroup multiplies; there are one or two.
-        splits, plain_splits: split-K, the number of jobs that share the channels of a tile.
-        stages: blocks of channels in flight.
-        spare: further programs that fit on a multiprocessor, so that the next kernel can start early.
-    """
-
-    rows: int
-    tokens: int
-    warpgroup_rows: int
-    warpgroup_tokens: int
-    splits: int = 1
-    plain_splits: int = 1
-    stages: int = 4
-    spare: int = 0
-
-    @property
-    def warpgroups(self) -> int:
-        """Warpgroups that multiply a tile."""
-        return self.rows // self.warpgroup_rows * (self.tokens // self.warpgroup_tokens)
-
-
-class LinearDecodeTiles(NamedTuple):
-    """Configuration of a launch of `linear_decode_hopper_kernel`.
-
-    Attributes:
-        rows: weight rows of a tile, 64 or 128; tokens: 8 or 16.
-        splits: split-K, the number of jobs that share the channels of a tile.
-        stages: of the ring of weights; stage_blocks: blocks of 128 channels of a stage.
-        stages_at_once: stages that are multiplied together.
-    """
-
-    rows: int
-    splits: int = 1
-    stages: int = 11
-    stage_blocks: int = 1
-    stages_at_once: int = 2
-    tokens: int = 8
 
 
 # --- what the kernels support ---
@@ -220,45 +72,38 @@ def one_product_of_cublas(problem: LinearProblem, gpu: GPU) -> bool:
 
 
 @condition
-def hopper_products(problem: LinearProblem, gpu: GPU) -> bool:
-    """FP8 weights with quantised inputs, beside plain weights of the input's dtype; TMA reads steps of 16 bytes.
+def fp8_on_hopper(problem: LinearProblem, gpu: GPU) -> bool:
+    """FP8 weights whose inputs are quantised once, in tiles of 64 rows, or of 128 in groups and for an FP8 output.
 
-    Sums of FP8 products have 14 bits, too few for float32 outputs.
+    Sums of FP8 products have 14 bits, too few for float32 outputs. TMA reads steps of 16 bytes.
     """
-    fp8, plain = problem.fp8, problem.plain
+    rows = 128 * problem.groups if problem.groups > 1 or problem.quantize_output else 64
     return (
         gpu.hopper
-        and problem.quantized
-        and problem.quantized_aligned
         and problem.dtype in HALVES
-        and 0 < len(fp8) <= HOPPER_FP8_WEIGHTS
-        and len(plain) <= HOPPER_PLAIN_WEIGHTS
-        and all(weight.rows % _row_multiple(problem) == 0 and weight.aligned for weight in problem.weights)
-        and all(weight.reads_fp8_once and weight.out in HALVES for weight in fp8)
-        and (not plain or (problem.aligned and problem.channels % 8 == 0))
-        and all(weight.dtype == problem.dtype for weight in plain)
+        and 0 < len(problem.fp8) <= HOPPER_FP8_WEIGHTS
+        and all(weight.reads_fp8_once and weight.out in HALVES for weight in problem.fp8)
+        and all(weight.rows % rows == 0 and weight.aligned for weight in problem.weights)
     )
 
 
 @condition
-def decode_products(problem: LinearProblem, gpu: GPU) -> bool:
-    """FP8 weights and up to 16 tokens, quantised before or in jobs of few channels; outputs as in `hopper_products`."""
+def quantized_beside_plain(problem: LinearProblem, gpu: GPU) -> bool:
+    """The input is quantised before, and plain weights have its dtype."""
+    plain, readable = problem.plain, problem.aligned and problem.channels % 8 == 0
     return (
-        gpu.hopper
-        and problem.planned_tokens <= DECODE_TOKENS
-        and problem.dtype in HALVES
-        and 0 < len(problem.weights) <= HOPPER_FP8_WEIGHTS
-        and all(weight.reads_fp8_once and weight.out in HALVES for weight in problem.weights)
-        and all(weight.rows % _row_multiple(problem) == 0 and weight.aligned for weight in problem.weights)
-        and (
-            problem.quantized or (problem.groups == 1 and cdiv(problem.blocks, _job_splits(problem, gpu)) <= OWN_BLOCKS)
-        )
+        problem.quantized
+        and problem.quantized_aligned
+        and len(plain) <= HOPPER_PLAIN_WEIGHTS
+        and all(readable and weight.dtype == problem.dtype for weight in plain)
     )
 
 
-def _row_multiple(problem: LinearProblem) -> int:
-    """What rows of weights must be multiples of: tiles of 64 rows, or in groups and for a quantised output of 128."""
-    return 128 * problem.groups if problem.groups > 1 or problem.quantize_output else 64
+@condition
+def decodes_fp8(problem: LinearProblem, gpu: GPU) -> bool:
+    """FP8 weights alone and up to 16 tokens, which are quantised before or in jobs of few channels."""
+    own = problem.groups == 1 and cdiv(problem.blocks, _job_splits(problem, gpu)) <= OWN_BLOCKS
+    return problem.planned_tokens <= DECODE_TOKENS and not problem.plain and (problem.quantized or own)
 
 
 # --- where they are the fastest ---
@@ -267,7 +112,7 @@ def _row_multiple(problem: LinearProblem) -> int:
 @condition
 def streams_weights(problem: LinearProblem, gpu: GPU) -> bool:
     """Weights of 32 MiB or more: a ring is set up before smaller ones are read. Inputs of more than 64 KiB lose."""
-    return problem.weight_values >= 1 << 25 and problem.blocks * _decode_tokens(problem) <= 512
+    return problem.weight_values >= 1 << 25 and problem.blocks * _token_tile(problem, 8, 16) <= 512
 
 
 @condition
@@ -289,7 +134,7 @@ def large_for_cublas(problem: LinearProblem, gpu: GPU) -> bool:
     cuBLAS does not split K: its time is at least proportional to K.
     """
     M, N, K = problem.tokens, problem.weights[0].rows // problem.groups, problem.channels
-    fp8, on_hopper = problem.weights[0].input_format is not None, hopper_products(problem, gpu)
+    fp8, on_hopper = bool(problem.fp8), hopper_products(problem, gpu)
     if M <= 32 or (on_hopper and M <= 128):
         return False
     work = 2 * M * N * K
@@ -310,6 +155,8 @@ def long_sums(problem: LinearProblem, gpu: GPU) -> bool:
     return tokens > 64 and K >= 16384 and rows == 64 and gpu.multiprocessors // _hopper_tiles(problem, 64, 128) == 1
 
 
+hopper_products = fp8_on_hopper & quantized_beside_plain
+decode_products = fp8_on_hopper & decodes_fp8
 UP_TO_8, UP_TO_32 = up_to("planned_tokens", 8), up_to("planned_tokens", 32)
 """The time is that of reading the weights."""
 LONG_JOBS = at_least("weight_values", 1 << 26)
@@ -329,8 +176,9 @@ def _almost_fill(tiles: int, gpu: GPU) -> bool:
     return 10 * tiles >= 9 * gpu.multiprocessors
 
 
-def _decode_tokens(problem: LinearProblem) -> int:
-    return 8 if problem.planned_tokens <= 8 else 16
+def _token_tile(problem: LinearProblem, least: int, most: int) -> int:
+    """Tokens of a tile: a power of two between these that holds all tokens if it can."""
+    return max(least, min(most, next_power_of_2(problem.planned_tokens)))
 
 
 def _job_splits(problem: LinearProblem, gpu: GPU) -> int:
@@ -340,38 +188,32 @@ def _job_splits(problem: LinearProblem, gpu: GPU) -> int:
     return max(1, min(gpu.multiprocessors // cdiv(problem.rows, 128), problem.blocks // 4))
 
 
-def _ring_stages(blocks: int, tokens: int) -> int:
-    """Stages of 16 KiB in shared memory beside the input of a job of so many blocks, at most 12."""
-    return min(12, (215 - tokens // 8 * next_power_of_2(blocks)) // 16)
+def _ring(problem: LinearProblem, rows: int, splits: int, stage_blocks: int, at_once: int) -> LinearDecodeTiles:
+    """As many stages of 16 KiB as shared memory has room for beside the input of a job, at most 12."""
+    tokens = _token_tile(problem, 8, 16)
+    stages = min(12, (215 - tokens // 8 * next_power_of_2(cdiv(problem.blocks, splits))) // 16)
+    return LinearDecodeTiles(rows, splits, stages, stage_blocks, at_once, tokens)
 
 
 def whole_ring(problem: LinearProblem, gpu: GPU) -> LinearDecodeTiles:
     """All of the shared memory: what is read early of one long job is worth more than an early next kernel."""
-    tokens = _decode_tokens(problem)
-    at_once = 4 if problem.blocks <= 16 and tokens == 8 else 2
-    return LinearDecodeTiles(128, 1, _ring_stages(problem.blocks, tokens), 1, at_once, tokens)
+    return _ring(problem, 128, 1, 1, 4 if problem.blocks <= 16 and problem.planned_tokens <= 8 else 2)
 
 
 def half_ring(problem: LinearProblem, gpu: GPU) -> LinearDecodeTiles:
     """Half of the shared memory, which leaves room for the next kernel; split-K gives each multiprocessor a job."""
-    tokens, splits = _decode_tokens(problem), _job_splits(problem, gpu)
-    return LinearDecodeTiles(128, splits, min(_ring_stages(cdiv(problem.blocks, splits), tokens), 5), 1, 2, tokens)
+    ring = _ring(problem, 128, _job_splits(problem, gpu), 1, 2)
+    return ring._replace(stages=min(ring.stages, 5))
 
 
 def ring_of_half_tiles(problem: LinearProblem, gpu: GPU) -> LinearDecodeTiles:
     """A tile of 64 rows for each multiprocessor, whose stages hold two blocks of channels if there are pairs."""
-    tokens = _decode_tokens(problem)
-    pairs = 2 - problem.blocks % 2
-    return LinearDecodeTiles(64, 1, _ring_stages(problem.blocks, tokens), pairs, 16 // tokens, tokens)
-
-
-def _hopper_tokens(problem: LinearProblem) -> int:
-    return next(n for n in (16, 32, 64, 128) if n >= min(problem.planned_tokens, 128))
+    return _ring(problem, 64, 1, 2 - problem.blocks % 2, 16 // _token_tile(problem, 8, 16))
 
 
 def _hopper_rows(problem: LinearProblem, gpu: GPU) -> int:
     """Rows of a tile: 64 where 128 would leave multiprocessors without work."""
-    tiles = cdiv(problem.planned_tokens, _hopper_tokens(problem)) * cdiv(problem.rows, 128)
+    tiles = cdiv(problem.planned_tokens, _token_tile(problem, 16, 128)) * cdiv(problem.rows, 128)
     return 128 if problem.plain_rows or tiles >= gpu.multiprocessors else 64
 
 
@@ -382,9 +224,9 @@ def _hopper_tiles(problem: LinearProblem, rows: int, tokens: int) -> int:
 
 
 def _hopper_config(
-    problem: LinearProblem, gpu: GPU, rows: int, tokens: int, part: tuple[int, int], most_splits: int
+    problem: LinearProblem, gpu: GPU, rows: int, tokens: int, part: tuple[int, int], most_splits: int = 0
 ) -> LinearHopperTiles:
-    """Tiles with the stages that fit, and at most ``most_splits`` splits.
+    """Tiles with the stages that fit, and at most ``most_splits`` splits: by default 3, or 2 beside plain weights.
 
     Adding up the partials of a tile costs 2 to 5 us, so there are few: more jobs come from smaller tiles, as long as
     all of them run at once.
@@ -393,6 +235,7 @@ def _hopper_config(
     spare = int(rows == 64 and tokens <= 32)
     shared_bytes = (190 if problem.plain else 200) // (1 + spare) << 10
     stages = min(16, shared_bytes // (128 * (rows + tokens) + 4 * max(tokens, 32)))
+    most_splits = most_splits or (2 if problem.plain else 3)
     splits = max(1, min(gpu.multiprocessors // tiles, problem.channels // 512, most_splits))
     plain_splits = 2 * splits if splits > 1 else 1 + (tiles <= gpu.multiprocessors)
     return LinearHopperTiles(rows, tokens, *part, splits, plain_splits, stages, spare)
@@ -400,22 +243,22 @@ def _hopper_config(
 
 def tiles_of_scaled_output(problem: LinearProblem, gpu: GPU) -> LinearHopperTiles:
     """Tiles of all tokens where they fill the GPU; each warpgroup has all rows of its tokens, which share a scale."""
-    tokens = _hopper_tokens(problem) // (1 if _almost_fill(cdiv(problem.rows, 128), gpu) else 2)
+    tokens = _token_tile(problem, 16, 128) // (1 if fills_gpu(problem, gpu) else 2)
     return _hopper_config(problem, gpu, 128, tokens, (128, tokens // 2), 1)
 
 
 def tiles_of_long_sums(problem: LinearProblem, gpu: GPU) -> LinearHopperTiles:
     """Two splits of long sums with tiles of 128 rows, instead of one with 64."""
-    return _hopper_config(problem, gpu, 128, 128, (64, 128), 2 if problem.plain else 3)
+    return _hopper_config(problem, gpu, 128, 128, (64, 128))
 
 
 def tiles_at_once(problem: LinearProblem, gpu: GPU) -> LinearHopperTiles:
     """Tiles of 64 tokens instead of 128 if all of their jobs still run at once."""
-    rows, tokens = _hopper_rows(problem, gpu), _hopper_tokens(problem)
+    rows, tokens = _hopper_rows(problem, gpu), _token_tile(problem, 16, 128)
     if tokens == 128 and 2 * _hopper_tiles(problem, rows, 64) <= gpu.multiprocessors:
         tokens = 64
     part = (128, 64) if (rows, tokens) == (128, 128) else (64, tokens if rows == 128 else min(tokens, 64))
-    return _hopper_config(problem, gpu, rows, tokens, part, 2 if problem.plain else 3)
+    return _hopper_config(problem, gpu, rows, tokens, part)
 
 
 def _splits(programs: int, tiles: int, limit: int) -> int:
@@ -427,12 +270,11 @@ def _triton_config(
     problem: LinearProblem, gpu: GPU, rows: int, splits: int, plain_splits: int, warps: int, stages: int, early: int = 0
 ) -> LinearTiles:
     """Tiles of up to 64 tokens, with at most ``stages`` stages that fit into shared memory."""
-    tokens = next(n for n in (8, 16, 32, 64) if n >= min(problem.planned_tokens, 64))
+    tokens, item = _token_tile(problem, 8, 64), problem.dtype.itemsize
     reads_fp8 = problem.quantized and any(weight.reads_fp8_once for weight in problem.fp8)
-    item, plain_item = (1 if reads_fp8 else problem.dtype.itemsize), problem.dtype.itemsize
-    plain_item = max([plain_item, *(weight.dtype.itemsize for weight in problem.plain)])
+    plain_item = max([item, *(weight.dtype.itemsize for weight in problem.plain)])
     stage = max(
-        128 * (rows + tokens * item) * bool(problem.fp8),
+        128 * (rows + tokens * (1 if reads_fp8 else item)) * bool(problem.fp8),
         PLAIN_CHANNELS * plain_item * (rows + tokens) * bool(problem.plain),
     )
     # GPUs have 163 KiB of shared memory and more, or 99 KiB; some of it is used otherwise
@@ -461,19 +303,15 @@ def tiles_read_early(problem: LinearProblem, gpu: GPU) -> LinearTiles:
     return _triton_config(problem, gpu, rows, splits, splits, warps, 3, 4)
 
 
-def tiles_in_splits(problem: LinearProblem, gpu: GPU) -> LinearTiles:
-    """Programs share the channels of few rows, as they do up to 8 tokens."""
-    limit = problem.channels // 512
-    splits = _splits(gpu.multiprocessors, cdiv(problem.rows + problem.plain_rows, 128), limit)
-    return _triton_config(problem, gpu, 128, splits, min(2 * splits, max(limit, 1)), 4, 5)
+def tiles_in_splits(channels: int, plain_tiles: int) -> Callable[[LinearProblem, GPU], LinearTiles]:
+    """Programs share the channels of few rows; each has ``channels``. A tile of a plain weight counts as so many."""
 
+    def config(problem: LinearProblem, gpu: GPU) -> LinearTiles:
+        limit, rows = problem.channels // channels, problem.rows + plain_tiles * problem.plain_rows
+        splits = _splits(gpu.multiprocessors, cdiv(problem.planned_tokens, 64) * cdiv(rows, 128), limit)
+        return _triton_config(problem, gpu, 128, splits, min(2 * splits, max(limit, 1)), 4, 5)
 
-def tiles_of_many_tokens(problem: LinearProblem, gpu: GPU) -> LinearTiles:
-    """Tiles of 64 tokens, and half as many splits."""
-    limit = problem.channels // 1024
-    tiles = cdiv(problem.planned_tokens, 64) * cdiv(problem.rows + 2 * problem.plain_rows, 128)
-    splits = _splits(gpu.multiprocessors, tiles, limit)
-    return _triton_config(problem, gpu, 128, splits, min(2 * splits, max(limit, 1)), 4, 5)
+    return config
 
 
 DECODE, HOPPER, TRITON = "linear_decode_hopper_kernel", "linear_hopper_kernel", "multi_linear_kernel"
@@ -502,31 +340,13 @@ PRODUCTS: Table[LinearProblem] = Table(
         Row(WIDE & UP_TO_32, TRITON, tiles_of_all_channels, "h200_wide_linears.json: rows"),
         Row(WIDE_PLAIN & UP_TO_32, TRITON, tiles_read_early, TUNED),
         Row(UP_TO_8, TRITON, tiles_read_early, "h200_layer_linears.json: rows"),
-        Row(UP_TO_32, TRITON, tiles_in_splits, TUNED),
-        Row(ANY, TRITON, tiles_of_many_tokens),
+        Row(UP_TO_32, TRITON, tiles_in_splits(512, 1), TUNED),
+        Row(ANY, TRITON, tiles_in_splits(1024, 2)),
     ],
 )
 
 
-# --- the input ---
-
-
-@dataclass(frozen=True)
-class QuantizeProblem(RowsProblem):
-    """Rows that are quantised, rotated back, or both: ``rotated``."""
-
-    rotated: bool = False
-
-
-class QuantizeTiles(NamedTuple):
-    """Configuration of a launch of `quantize_input_kernel`: rows and channels of a program, and its warps."""
-
-    rows: int
-    channels: int
-    warps: int
-
-
-def tiles_of(rows: int, channels: int, warps: int) -> Callable[[QuantizeProblem, GPU], QuantizeTiles]:
+def quantizer_tiles(rows: int, channels: int, warps: int) -> Callable[[QuantizeProblem, GPU], QuantizeTiles]:
     """Tiles of at most ``channels`` channels."""
     return lambda problem, gpu: QuantizeTiles(rows, min(channels, max(128, next_power_of_2(problem.channels))), warps)
 
@@ -535,85 +355,14 @@ QUANTIZED_DATA = "h100_tune_v4_flash.json: linear.quantize_input"
 QUANTIZERS = one_kernel(
     "linear.quantize_input",
     "quantize_input_kernel",
-    (up_to("planned_rows", 64), tiles_of(2, 256, 4), QUANTIZED_DATA),
-    (has("rotated"), tiles_of(4, 512, 2)),
-    (ANY, tiles_of(8, 512, 4), QUANTIZED_DATA),
+    (up_to("planned_rows", 64), quantizer_tiles(2, 256, 4), QUANTIZED_DATA),
+    (has("rotated"), quantizer_tiles(4, 512, 2)),
+    (ANY, quantizer_tiles(8, 512, 4), QUANTIZED_DATA),
 )
 plan_quantize = kernel_planner(QUANTIZERS)  # a row's values depend on nothing else
 
 
 # --- the plan of an op ---
-
-
-@dataclass(frozen=True)
-class WeightTiles:
-    """Tiles of the weights of one kind in a launch, constants of its kernel.
-
-    Attributes:
-        SIZES, FIRSTS: rows of each weight, and its first tile; TILES: of all of them.
-        SPLITS: split-K partials of a tile.
-        GROUP_ROWS: rows of a diagonal block of the only weight; 0 for dense weights.
-    """
-
-    SIZES: tuple[int, ...]
-    FIRSTS: tuple[int, ...]
-    TILES: int
-    SPLITS: int
-    GROUP_ROWS: int = 0
-
-
-NO_TILES = WeightTiles((), (), 0, 1)
-
-
-class DotFormat(NamedTuple):
-    """Dtype of the factors of a product, values of it that x is split into, and ``input_precision`` of `tl.dot`."""
-
-    dtype: torch.dtype
-    parts: int = 1
-    precision: str | None = None
-
-
-_NO_DOT = DotFormat(torch.float16)  # where a launch has no weights of a kind
-
-
-@dataclass(frozen=True)
-class ProductPlan:
-    """One launch, or a product of cuBLAS.
-
-    Attributes:
-        weights: places of its weights in the problem, FP8 ones first; adjacent ones of cuBLAS are one product.
-        token_tiles: tiles that the tokens take.
-        fp8, plain: tiles of the weights of each kind; none for cuBLAS.
-        quantized: FP8 inputs are quantised before the launch.
-        quantizes_output: it writes the output as FP8 too.
-        dots: of FP8 and of plain weights, for `multi_linear_kernel`.
-    """
-
-    choice: Choice
-    weights: tuple[int, ...]
-    token_tiles: int = 1
-    fp8: WeightTiles = NO_TILES
-    plain: WeightTiles = NO_TILES
-    quantized: bool = False
-    quantizes_output: bool = False
-    dots: tuple[DotFormat, ...] = ()
-
-
-@dataclass(frozen=True)
-class LinearPlan:
-    """Launches of an op in order.
-
-    Attributes:
-        input: of the launch that quantises the input, or rotates it without FP8 values; None: there is none.
-        quantizes: it quantises.
-        products: what follows.
-        gpu: that the plan was made for.
-    """
-
-    input: KernelPlan | None
-    quantizes: bool
-    products: tuple[ProductPlan, ...]
-    gpu: GPU
 
 
 @planner("linear.multi_linear")
@@ -670,11 +419,7 @@ def _launches(weights: Sequence[LinearWeight], left: Sequence[int]) -> Iterator[
     kinds: tuple[dict, dict] = {}, {}
     for i in left:
         weight = weights[i]
-        kind = (
-            weight.dtype,
-            weight.out,
-            weight.input_format and (weight.input_format if weight.input_format.fp8 else weight.input_format.group),
-        )
+        kind = weight.dtype, weight.out, weight.input_format
         kinds[weight.input_format is None].setdefault(kind, []).append(i)
     for fp8, plain in zip_longest(*(kind.values() for kind in kinds), fillvalue=()):
         yield *fp8, *plain
@@ -684,38 +429,28 @@ def _product(problem: LinearProblem, places: tuple[int, ...], gpu: GPU) -> Produ
     """The plan of a launch of our kernels."""
     problem = replace(problem, weights=tuple(problem.weights[i]._replace(follows=False) for i in places))
     choice = PRODUCTS.choose(problem, gpu)
-    config, splits, plain_splits = choice.config, choice.config.splits, getattr(choice.config, "plain_splits", 1)
-    token_tiles, blocks = cdiv(problem.tokens, config.tokens), problem.blocks
+    kernel, config, blocks = choice.kernel, choice.config, problem.blocks
+    token_tiles, splits, plain_splits = cdiv(problem.tokens, config.tokens), config.splits, config.plain_splits
     fp8, plain = _tiled(problem.fp8, config.rows, problem.groups), _tiled(problem.plain, config.rows)
-    warpgroups = config.warpgroups if choice.kernel == HOPPER else 1
-    if problem.batch_invariant or (fp8.TILES + plain.TILES) * token_tiles * warpgroups > COUNTERS:
+    if problem.batch_invariant or (fp8.TILES + plain.TILES) * token_tiles * config.warpgroups > COUNTERS:
         splits = plain_splits = 1
-    if choice.kernel != TRITON:
+    if kernel != TRITON:
         splits = _without_empty(blocks, splits)
         plain_splits = _without_empty(cdiv(problem.channels, PLAIN_CHANNELS), plain_splits)
-    quantizes = problem.quantize_output and choice.kernel != TRITON
-    if choice.kernel == DECODE:
-        quantizes = quantizes and config.rows == 128
-        if blocks % config.stage_blocks or cdiv(blocks, splits) % config.stage_blocks:
-            raise ValueError(f"stages of {config.stage_blocks} blocks do not divide {blocks} blocks in {splits} splits")
-    elif choice.kernel == HOPPER:
-        quantizes = quantizes_output(problem, gpu)
-    quantized = problem.quantized and any(weight.reads_fp8_once for weight in problem.fp8)
+    if kernel == DECODE and (blocks % config.stage_blocks or cdiv(blocks, splits) % config.stage_blocks):
+        raise ValueError(f"stages of {config.stage_blocks} blocks do not divide {blocks} blocks in {splits} splits")
+    quantizes = quantizes_output(problem, gpu) if kernel == HOPPER else problem.quantize_output and config.rows == 128
     fp8, plain = replace(fp8, SPLITS=splits), replace(plain, SPLITS=plain_splits)
-    dots = tuple(dot_format(problem.dtype, kind[0], gpu) if kind else _NO_DOT for kind in (problem.fp8, problem.plain))
-    return ProductPlan(choice, places, token_tiles, fp8, plain, quantized, quantizes, dots)
+    quantized = problem.quantized and any(weight.reads_fp8_once for weight in problem.fp8)
+    dots = tuple(dot_format(problem.dtype, weights, gpu) for weights in (problem.fp8, problem.plain))
+    return ProductPlan(choice, places, token_tiles, fp8, plain, quantized, quantizes and kernel != TRITON, dots)
 
 
 def _tiled(weights: Sequence[LinearWeight], rows: int, groups: int = 1) -> WeightTiles:
-    """Tiles of ``rows`` rows over weights, or over each of the ``groups`` of one weight."""
-    sizes, firsts, tiles = tuple(weight.rows for weight in weights), [], 0
-    if groups > 1:
-        group_rows = sizes[0] // groups
-        return WeightTiles(sizes, (0,), groups * cdiv(group_rows, rows), 1, group_rows)
-    for size in sizes:
-        firsts.append(tiles)
-        tiles += cdiv(size, rows)
-    return WeightTiles(sizes, tuple(firsts), tiles, 1)
+    """Tiles of ``rows`` rows over weights, or over each of the ``groups`` of one weight; not split."""
+    sizes = tuple(weight.rows for weight in weights)
+    *firsts, tiles = accumulate((groups * cdiv(size // groups, rows) for size in sizes), initial=0)
+    return WeightTiles(sizes, tuple(firsts), tiles, 1, sizes[0] // groups if groups > 1 else 0)
 
 
 def _without_empty(blocks: int, splits: int) -> int:
@@ -723,14 +458,18 @@ def _without_empty(blocks: int, splits: int) -> int:
     return cdiv(blocks, cdiv(blocks, splits))
 
 
-def dot_format(x: torch.dtype, weight: LinearWeight, gpu: GPU) -> DotFormat:
-    """No choice rounds the factors: float16 and bfloat16 hold e4m3, and three bfloat16 hold a float32.
+def dot_format(x: torch.dtype, weights: Sequence[LinearWeight], gpu: GPU) -> DotFormat:
+    """Of weights of one kind, or none. No choice rounds the factors.
 
-    Sums of FP8 products keep about 14 bits on compute capability 9.0, too few for a float32 output.
+    Float16 and bfloat16 hold e4m3, and three bfloat16 hold a float32. Sums of FP8 products keep about 14 bits on
+    compute capability 9.0, too few for a float32 output.
     """
-    if weight.reads_fp8:
-        return DotFormat(FP8 if gpu.native_fp8 and weight.out != F32 else torch.float16)
+    if not weights:
+        return DotFormat(torch.float16)
+    weight = weights[0]
     if weight.input_format is not None:
+        if weight.input_format.fp8:
+            return DotFormat(FP8 if gpu.native_fp8 and weight.out != F32 else torch.float16)
         return DotFormat(x) if x in HALVES else DotFormat(BF16, 3)
     if weight.dtype == x and x != F32:
         return DotFormat(x)

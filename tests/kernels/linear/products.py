@@ -7,11 +7,8 @@ import torch
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.linear.plan import (
-    DECODE,
-    HOPPER,
-    PRODUCTS,
-    TRITON,
+from deepseek_attn.kernels.linear.plan import DECODE, HOPPER, PRODUCTS, TRITON
+from deepseek_attn.kernels.linear.problem import (
     LinearDecodeTiles,
     LinearHopperTiles,
     LinearProblem,

@@ -17,15 +17,12 @@ from deepseek_attn.kernels.linear.plan import (
     LIBRARY,
     PLAIN_CHANNELS,
     TRITON,
-    LinearDecodeTiles,
-    LinearHopperTiles,
-    LinearTiles,
-    LinearWeight,
     adjacent_runs,
     dot_format,
     large_for_cublas,
     plan,
 )
+from deepseek_attn.kernels.linear.problem import LinearDecodeTiles, LinearHopperTiles, LinearTiles, LinearWeight
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus
 from tests.kernels.linear.products import H200, ROUNDED, config_of, forced, problem
 
@@ -138,7 +135,7 @@ def test_factors_hold_what_they_are_given():
     fp8 = torch.float8_e4m3fn
 
     def dot(x, weight, out, read=None, gpu=H200):
-        return dot_format(x, LinearWeight(64, weight, out, read), gpu)
+        return dot_format(x, [LinearWeight(64, weight, out, read)], gpu)
 
     assert dot(BF16, fp8, BF16, ROUNDED) == (fp8, 1, None)
     assert dot(BF16, fp8, F32, ROUNDED)[0] == F16
@@ -212,7 +209,7 @@ def test_adjacent_weights():
     """Plain weights of equal dtypes, each of which begins where the one before ends, are one product of cuBLAS."""
 
     def runs(*segments, tokens=JOIN_FROM):
-        return adjacent_runs(linear_problem(torch.empty(tokens, 4, dtype=BF16), 4, segments, None))
+        return adjacent_runs(linear_problem(torch.empty(tokens, 4, dtype=BF16), segments, None))
 
     weights = torch.randn(9, 4).to(BF16).split([2, 3, 4])
     a, b, c = (Segment(weight, out_dtype=F32) for weight in weights)
@@ -492,7 +489,7 @@ def test_what_cannot_be_computed_is_refused():
         multi_linear(x, [Segment(torch.randn(130, 128))])
     with pytest.raises(ValueError, match=r"scale of weight \[130, 256\] must be contiguous float32 \[2, 2\]"):
         multi_linear(x, [Segment(weight, scale[:1])])
-    with pytest.raises(ValueError, match=r"torch.uint8.*packed FP4"):
+    with pytest.raises(ValueError, match=r"a quantised weight must be .*float8_e4m3fn.*got uint8"):
         multi_linear(x, [Segment(weight.view(torch.uint8), scale)])
     with pytest.raises(ValueError, match="FP8 inputs need a multiple of 128 channels, got 160"):
         multi_linear(torch.randn(3, 160), [Segment(*fp8_weight(10, 160), ROUNDED)])

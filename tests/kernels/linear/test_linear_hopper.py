@@ -13,16 +13,8 @@ from deepseek_attn.kernels.common.quant import empty_quantized_rows
 from deepseek_attn.kernels.linear import Segment
 from deepseek_attn.kernels.linear.launch import launch
 from deepseek_attn.kernels.linear.linear import linear_problem
-from deepseek_attn.kernels.linear.plan import (
-    DECODE,
-    HOPPER,
-    PRODUCTS,
-    LinearHopperTiles,
-    LinearWeight,
-    hopper_products,
-    plan,
-    tiles_at_once,
-)
+from deepseek_attn.kernels.linear.plan import DECODE, HOPPER, PRODUCTS, hopper_products, plan, tiles_at_once
+from deepseek_attn.kernels.linear.problem import LinearHopperTiles, LinearWeight
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import compiled_ops, ptxas_report
 from tests.kernels.linear.products import H200, ROUNDED, config_of, problem
@@ -53,7 +45,7 @@ def run(M, K, fp8_rows, plain_rows, groups, quantize_output, quantized_groups=No
     values = quantized_groups or (groups if groups > 1 else None)
     quantized = empty_quantized_rows(M, K * groups, torch.device("meta"), groups=values)
     x = empty(M, K * groups, dtype=BF16)
-    wanted = linear_problem(x, K, segments, quantized, groups, False, quantize_output)
+    wanted = linear_problem(x, segments, quantized, groups, False, quantize_output)
     of_launch = plan(wanted, H200)
     if of_launch.products[0].choice.kernel == DECODE:  # which is faster, but would not be compiled here
         with forced_row(PRODUCTS, AT_ONCE):
