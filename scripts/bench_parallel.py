@@ -9,6 +9,7 @@ Weights are random, drawn on the GPUs in the formats of a published checkpoint. 
     prefill      a step of one long prompt; with data-parallel attention, of one on each rank
     decode       a decode step: as it is, with all messages through NCCL, with communication left out, and eagerly
     generate     requests through the engine
+    drafts       requests through the engine, with and without drafts, which are right by lot; only in ``tp``
     check_exact  logits in float32, and with CUDA graphs
 
 All steps except the first run in each layout: ``tp``, in which all ranks have the same tokens, and ``dp``,
@@ -48,6 +49,7 @@ from deepseek_attn.estimates.machines import MACHINES
 from deepseek_attn.estimates.ranks import RankLayout, RankModel
 from deepseek_attn.kernels.collectives import all_reduce
 from deepseek_attn.kernels.linear.formats import FP4_GROUP
+from deepseek_attn.lab.bench.engine import DecodingVariant, SetAcceptance, time_engine
 from deepseek_attn.lab.bench.layer import fill_caches, reserved_sequences
 from deepseek_attn.lab.bench.model import decode_step
 from deepseek_attn.lab.bench.timing import time_calls, time_graph, time_until_done
@@ -55,7 +57,7 @@ from deepseek_attn.layers.parallel import Parallel, StepNeeds, launched
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.utils.files import write_text
 
-STEPS = ("sums", "check", "prefill", "decode", "generate", "check_exact")
+STEPS = ("sums", "check", "prefill", "decode", "generate", "drafts", "check_exact")
 LAYOUTS = ("tp", "dp")
 WAYS = ("as it is", "NCCL", "left out", "eager")
 CHECK_LENGTHS = (300, 40, 7, 129)
@@ -140,7 +142,7 @@ class Bench:
             if "check" in steps:
                 self.step = "check"
                 self.check(layout, cuda_graphs=False)
-            if {"decode", "prefill", "generate"} & set(steps):
+            if {"decode", "prefill", "generate", *(["drafts"] if layout == "tp" else [])} & set(steps):
                 self.full_depth(layout)
             if "check_exact" in steps:
                 self.step = "check_exact"
@@ -226,7 +228,7 @@ class Bench:
         """Builds the whole model, and runs the steps that need it."""
         self.step, parallel, args = "load", self.parallel(layout), self.args
         start = time.perf_counter()
-        longest = max(args.context, args.prompt + args.tokens, args.prefill)
+        longest = max(args.context, args.prompt + args.tokens + max(args.drafts), args.prefill)
         runner = self.runner(self.source, parallel, [longest])
         facts = {"layout": layout, "layers": len(runner.backbone_layers), "bytes_loaded": runner.report.bytes}
         if self.cuda:
@@ -247,6 +249,9 @@ class Bench:
         if "generate" in args.steps:
             self.step = "generate"
             self.generate(runner, layout)
+        if "drafts" in args.steps and layout == "tp":
+            self.step = "drafts"
+            self.drafts(runner)
         runner.close()
         del runner
         gc.collect()
@@ -333,6 +338,22 @@ class Bench:
             layout=layout, batch=total, prompt=args.prompt, tokens=args.tokens, tokens_per_second=rates, agree=agree
         )
 
+    def drafts(self, runner: ModelRunner) -> None:
+        """Requests through the engine, the ways alternately; on a CPU there are no CUDA graphs and nothing to time."""
+        args = self.args
+        if runner.graphs is None:
+            self.say(left_out=runner.graph_problem)
+            return
+        acceptance = SetAcceptance(runner, max(args.drafts))
+        variants = [DecodingVariant(), *(DecodingVariant(n, acceptance=args.acceptance) for n in args.drafts)]
+        kept = ("drafts", "acceptance", "tokens_per_second", "speedup", "step_us", "tokens_per_step", "device_us")
+        with acceptance.installed():
+            for batch in args.batch:
+                texts = self.prompts([args.prompt] * batch)
+                for timing in time_engine(runner, texts, variants, args.tokens, rounds=1, acceptance=acceptance):
+                    row = timing.row()
+                    self.say(layout="tp", batch=batch, prompt=args.prompt, **{name: row[name] for name in kept})
+
 
 def own_part(batch: int, parallel: Parallel) -> int:
     """Requests of one rank."""
@@ -379,6 +400,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of a timed prompt (default: 2048)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a generating prompt (default: 128)")
     parser.add_argument("--tokens", type=int, default=32, help="tokens to generate (default: 32)")
+    parser.add_argument("--drafts", type=numbers, default=[1, 2, 3], help="per step and request (default: 1,2,3)")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.7, help="how often a draft is right if those before are (default: 0.7)"
+    )
     parser.add_argument("--repeats", type=int, default=20, help="timed steps (default: 20)")
     parser.add_argument("--device", help="cpu or cuda (default: GPUs if there are any)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of all rows")

@@ -153,6 +153,14 @@ def numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: write integers with commas between them") from None
 
 
+def fractions(text: str) -> list[float]:
+    """Type of a flag: numbers with commas between them, integers or not."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: write numbers with commas between them") from None
+
+
 def layer_numbers(text: str) -> list[int]:
     """Type of a flag: numbers of layers, with commas between them, or ranges ``5-7`` with both ends."""
 
@@ -214,6 +222,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--tokens": (2, MOST),
     "--vocab": (1, MOST),
     "--drafts": (0, MOST_DRAFTS),
+    "--acceptance": (0, 1),
     "--speculate": (0, MOST_DRAFTS),
     "--instances": (1, MOST),
     "--nearest": (1, MOST),

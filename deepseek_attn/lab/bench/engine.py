@@ -5,19 +5,24 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.engine.stats import EngineStats
+from deepseek_attn.kernels.sampling import accept_drafts
+from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 from deepseek_attn.lab.bench.structured import RECORDS
 from deepseek_attn.lab.bench.timing import GraphReplays
 from deepseek_attn.lab.training.text import TEST_SHARE, sample_text
+from deepseek_attn.runner import graph_steps
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
 from deepseek_attn.text.tokenizer_files import MIN_VOCAB
@@ -34,12 +39,15 @@ class DecodingVariant:
         graphs: over CUDA graphs where the runner has them.
         logprobs: alternatives that are listed with each token's log-probability; None: no log-probabilities.
         structured: the text has the structure of `RECORDS`.
+        acceptance: probability that a draft counts as right if the drafts before it are (`SetAcceptance`); None: the
+            model's own drafts are compared with its tokens.
     """
 
     drafts: int = 0
     graphs: bool = True
     logprobs: int | None = None
     structured: bool = False
+    acceptance: float | None = None
 
     def params(self, num_tokens: int) -> SamplingParams:
         """Greedy ones for exactly so many tokens."""
@@ -86,7 +94,7 @@ class EngineTiming:
 
     Attributes:
         batch: requests at a time; drafts: per step and request; graphs: steps were CUDA graphs.
-        logprobs, structured: as in `DecodingVariant`.
+        logprobs, structured, acceptance: as in `DecodingVariant`.
         rounds: runs, whose median counts.
         tokens_per_second: new tokens after the prompts, all requests together; speedup: divided by the baseline's.
         step_us: time of a step in which all requests decode.
@@ -108,6 +116,7 @@ class EngineTiming:
     graphs: bool
     logprobs: int | None
     structured: bool
+    acceptance: float | None
     rounds: int
     tokens_per_second: float
     speedup: float
@@ -134,6 +143,7 @@ def time_engine(
     num_tokens: int,
     rounds: int = 3,
     tokenizer: Tokenizer | None = None,
+    acceptance: SetAcceptance | None = None,
 ) -> list[EngineTiming]:
     """Times greedy decoding of ``num_tokens`` tokens after each prompt, all prompts at once, the variants alternately.
 
@@ -142,19 +152,75 @@ def time_engine(
     Args:
         variants: the first variant is the baseline.
         tokenizer: which structured output needs; text is made of the tokens then.
+        acceptance: installed, where variants set it; then all variants with drafts do.
 
     Raises:
         ValueError: drafts without an MTP layer, or more than a step can verify, or too few tokens to time.
         RuntimeError: a request failed.
     """
-    for variant in variants:
-        run_variant(runner, variant, prompts, num_tokens, tokenizer)
     passes: dict[DecodingVariant, list[Pass]] = {variant: [] for variant in variants}
-    for _ in range(rounds):
+    for number in range(1 + rounds):
         for variant in variants:
-            passes[variant].append(run_variant(runner, variant, prompts, num_tokens, tokenizer))
+            if acceptance and variant.drafts:
+                acceptance.set(variant.acceptance)
+            found = run_variant(runner, variant, prompts, num_tokens, tokenizer)
+            passes[variant] += [found] if number else []
     baseline = passes[variants[0]]
     return [summary(variant, passes[variant], baseline, len(prompts)) for variant in variants]
+
+
+class SetAcceptance:
+    """Decides by lot which drafts are right, to time speculation at a known acceptance with any weights.
+
+    While it is installed, the token chosen after a row that a draft follows is replaced: by the draft if it shall count
+    as right, by another token otherwise. Everything else is computed as always, and a step has seven small launches
+    more. The lots depend on the request's place and the draft's position, so all runs and all ranks draw the same.
+
+    CUDA graphs that are captured meanwhile keep this behaviour: the runner is of no other use afterwards.
+
+    Raises:
+        ValueError: steps of the runner are not CUDA graphs.
+    """
+
+    def __init__(self, runner: ModelRunner, drafts: int, seed: int = 0):
+        if runner.graphs is None:
+            raise ValueError(f"a set acceptance needs steps that are CUDA graphs: {runner.graph_problem}")
+        generator = torch.Generator().manual_seed(seed)
+        shape = (max(runner.graphs.batches), runner.layout.max_model_len + 1, drafts)
+        self._lots = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+        self._wrong = torch.zeros(shape, dtype=torch.int64, device=runner.device)
+        self._numbers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def set(self, probability: float | None) -> None:
+        """The probability from here on."""
+        if probability is None:
+            raise ValueError("either all drafts have a set acceptance, or none")
+        self._wrong.copy_(self._lots >= probability)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        graph_steps.accept_drafts = self.accept_drafts
+        try:
+            yield
+        finally:
+            graph_steps.accept_drafts = accept_drafts
+
+    def accept_drafts(
+        self, token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tensor, verify: bool
+    ) -> AcceptedDrafts:
+        """`kernels.sampling.accept_drafts`, with ``chosen`` replaced in place."""
+        requests = len(starts)
+        drafts = len(chosen) // requests - 1
+        if drafts:
+            following, tokens = token_ids.view(requests, -1)[:, 1:], chosen.view(requests, -1)[:, :-1]
+            if (requests, drafts) not in self._numbers:  # before a capture, which must not make constants
+                options = {"dtype": torch.int64, "device": starts.device}
+                self._numbers[requests, drafts] = torch.arange(requests, **options), torch.arange(drafts, **options)
+            places, numbers = self._numbers[requests, drafts]
+            is_draft = numbers < (ends - starts - 1)[:, None]
+            wrong = self._wrong[:, :, :drafts][places, starts]
+            tokens.copy_(torch.where(is_draft, (following - wrong).abs(), tokens))
+        return accept_drafts(token_ids, chosen, starts, ends, verify)
 
 
 def run_variant(
@@ -222,6 +288,7 @@ def summary(variant: DecodingVariant, passes: list[Pass], baseline: list[Pass], 
         graphs=bool(device),
         logprobs=variant.logprobs,
         structured=variant.structured,
+        acceptance=variant.acceptance,
         rounds=len(passes),
         tokens_per_second=rate,
         speedup=rate / tokens_per_second(baseline),

@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 
 from deepseek_attn.cli.load_report import add_report_option
-from deepseek_attn.cli.options import HUB_ID, add_deterministic_option, add_numerics_options, names, numbers
+from deepseek_attn.cli.options import (
+    HUB_ID,
+    add_deterministic_option,
+    add_numerics_options,
+    fractions,
+    names,
+    numbers,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +124,11 @@ def add_engine_parser(what: argparse._SubParsersAction) -> None:
     engine.add_argument(
         "--drafts", type=numbers, default=[1, 2, 3], metavar="LIST",
         help="drafts per step, each beside none (default: 1,2,3)",
+    )  # fmt: skip
+    engine.add_argument(
+        "--acceptance", type=fractions, metavar="LIST",
+        help="count drafts as right by lot, with each of these probabilities if those before are right (default: "
+        "compare them with the model's tokens); needs CUDA graphs",
     )  # fmt: skip
     engine.add_argument(
         "--logprobs", type=int, metavar="K", help="also with log-probabilities of each token and the K likeliest"

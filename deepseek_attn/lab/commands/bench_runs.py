@@ -21,7 +21,14 @@ from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.options import pick_device
 from deepseek_attn.engine.structured import import_llguidance
 from deepseek_attn.kernels.common.dispatch import problem_on
-from deepseek_attn.lab.bench.engine import DecodingVariant, cut_config, random_prompts, text_prompts, time_engine
+from deepseek_attn.lab.bench.engine import (
+    DecodingVariant,
+    SetAcceptance,
+    cut_config,
+    random_prompts,
+    text_prompts,
+    time_engine,
+)
 from deepseek_attn.lab.bench.layer import fill_caches, time_layer
 from deepseek_attn.lab.bench.memory import Limits, measure_memory
 from deepseek_attn.lab.bench.model import time_model
@@ -208,7 +215,8 @@ def run_engine(args: argparse.Namespace) -> None:
     runner = engine_runner(args, checkpoint_to_time(args))
     show_report(runner, args)
     drafts = [n for n in args.drafts if n > 0]
-    variants = [DecodingVariant(), *map(DecodingVariant, drafts)]
+    rates = args.acceptance or [None]
+    variants = [DecodingVariant(), *(DecodingVariant(n, acceptance=rate) for n, rate in product(drafts, rates))]
     if args.logprobs is not None:
         variants.append(DecodingVariant(logprobs=args.logprobs))
     if args.structured:
@@ -217,20 +225,25 @@ def run_engine(args: argparse.Namespace) -> None:
         variants.append(DecodingVariant(graphs=False))
     rows = []
     table = PrintedTable({
-        "batch": ">6", "drafts": ">8", "with": ">13", "graph": ">7", "tokens/s": ">11.1f", "ratio": ">7.2f",
-        "step us": ">11.1f", "tokens/step": ">13.2f", "breaks even": ">13.2f", "accepted": ">10.0%",
-        "pays from": ">11.0%", "host": ">7.1%", "prompt tok/s": ">14.0f",
+        "batch": ">6", "drafts": ">8", "set": ">6.0%", "with": ">13", "graph": ">7", "tokens/s": ">11.1f",
+        "ratio": ">7.2f", "step us": ">11.1f", "tokens/step": ">13.2f", "breaks even": ">13.2f",
+        "accepted": ">10.0%", "pays from": ">11.0%", "host": ">7.1%", "prompt tok/s": ">14.0f",
     })  # fmt: skip
     own = Tokenizer(runner.directory) if runner.directory and (runner.directory / TOKENIZER_FILE).is_file() else None
     vocab = runner.config.vocab_size
-    with wide_tokenizer(vocab) if args.structured and own is None else nullcontext(own) as tokenizer:
+    acceptance = SetAcceptance(runner, max(drafts)) if args.acceptance and drafts else None
+    with (
+        wide_tokenizer(vocab) if args.structured and own is None else nullcontext(own) as tokenizer,
+        acceptance.installed() if acceptance else nullcontext(),
+    ):
         for batch in args.batch:
             prompts = text_prompts(own, batch, args.prompt) if own else random_prompts(vocab, batch, args.prompt)
-            for timing in time_engine(runner, list(prompts), variants, args.tokens, args.repeats, tokenizer):
+            timings = time_engine(runner, list(prompts), variants, args.tokens, args.repeats, tokenizer, acceptance)
+            for timing in timings:
                 rows.append(timing.row())
                 logprobs = "" if timing.logprobs is None else f"{timing.logprobs} logprobs"
                 table.add(
-                    batch, timing.drafts, "structure" if timing.structured else logprobs,
+                    batch, timing.drafts, timing.acceptance, "structure" if timing.structured else logprobs,
                     "yes" if timing.graphs else "no", timing.tokens_per_second, timing.speedup, timing.step_us,
                     timing.tokens_per_step, timing.break_even_tokens_per_step, timing.acceptance_rate,
                     timing.break_even_acceptance, timing.host_share, timing.prompt_tokens_per_second,

@@ -14,10 +14,19 @@ from deepseek_attn.cli.generate import default_checkpoint
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.stats import EngineStats
 from deepseek_attn.lab.bench import engine as bench
-from deepseek_attn.lab.bench.engine import DecodingVariant, Pass, cut_config, random_prompts, text_prompts, time_engine
+from deepseek_attn.lab.bench.engine import (
+    DecodingVariant,
+    Pass,
+    SetAcceptance,
+    cut_config,
+    random_prompts,
+    text_prompts,
+    time_engine,
+)
 from deepseek_attn.lab.bench.structured import wide_tokenizer
 from deepseek_attn.lab.bench.timing import GraphReplays
 from deepseek_attn.lab.training.text import sample_text
+from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
 from tests.support.tiers import tiered
@@ -44,6 +53,30 @@ def test_rows_of_an_engine(preset, layers, device):
         if device.type == "cpu":  # in float32, where rows are the same in any step
             assert row.same_text == 2
     assert json.loads(json.dumps(two.row()))["drafts"] == 2
+
+
+def test_a_set_acceptance():
+    """Drafts count as right by lot: all, none, or as often as it says; the host's count is the device's."""
+    config = cut_config(ModelConfig.from_pretrained("tiny"), 2)
+    runner = ModelRunner.from_config(config, device="cpu", max_model_len=128, max_num_seqs=4, compile_ahead=False)
+    with pytest.raises(ValueError, match="a set acceptance needs steps that are CUDA graphs"):
+        SetAcceptance(runner, 2)
+    runner.graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, batches=[4], capture=False)
+    variants = [DecodingVariant(), *(DecodingVariant(2, acceptance=rate) for rate in (0.0, 0.6, 1.0))]
+    acceptance = SetAcceptance(runner, 2)
+    prompts = list(random_prompts(config.vocab_size, 4, 20))
+    with acceptance.installed():
+        _, none, some, every = time_engine(runner, prompts, variants, 60, rounds=1, acceptance=acceptance)
+        with pytest.raises(ValueError, match="either all drafts have a set acceptance, or none"):
+            time_engine(runner, prompts, [DecodingVariant(1)], 60, rounds=1, acceptance=acceptance)
+    assert (none.acceptance_rate, none.tokens_per_step) == (0, 1)
+    assert every.acceptance_by_position == [1, 1]
+    assert every.tokens_per_step == pytest.approx(3, abs=0.1)  # the last step of a request has fewer drafts
+    assert some.acceptance_by_position == pytest.approx([0.6, 0.36], abs=0.12)
+    assert [row.acceptance for row in (none, some, every)] == [0.0, 0.6, 1.0]
+    # without it, the same runner compares drafts with tokens again, and the text is the one without drafts
+    plain, drafted = time_engine(runner, prompts, [DecodingVariant(), DecodingVariant(2)], 60, rounds=1)
+    assert (plain.same_text, drafted.same_text, drafted.acceptance) == (4, 4, None)
 
 
 def test_a_pass_counts_what_comes_after_the_prompts():
@@ -194,6 +227,8 @@ def test_command_on_the_small_checkpoint(capsys):
         ("--drafts 1,-1", "--drafts -1: must be 0 to 15"),
         ("--tokens 1", "--tokens 1: must be at least 2"),
         ("--batch 0", "--batch 0: must be at least 1"),
+        ("--acceptance 0.5,1.2", "--acceptance 1.2: must be 0 to 1"),
+        ("--acceptance 0.5", "a set acceptance needs steps that are CUDA graphs"),
         ("--model nothing", "'nothing'"),
     ],
 )
