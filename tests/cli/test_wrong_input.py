@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
@@ -270,4 +271,5 @@ def test_a_folder_whose_name_is_not_utf8(checkpoint, place, capfd):
     message = refused(capfd, place, "score", "--model", f"x/{name}", *SCORE)
     assert "x/m" in message
     assert "the name of the folder is not UTF-8, which the package safetensors needs: rename it" in message
-    assert main(["plan", "--model", f"x/{name}"]) == 0
+    planned = main(["plan", "--model", f"x/{name}"])
+    assert planned == (2 if torch.cuda.is_available() else 0)  # memory of a GPU needs the headers of the shards

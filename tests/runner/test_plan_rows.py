@@ -80,7 +80,7 @@ def problems_of(model: str, numerics: str = "serving", dtype: torch.dtype = torc
     with recorded_choices() as choices:
         step_plans(
             config, headers, [4], 8192, [48, 2048], numerics=numerics_for(config, numerics), dtype=dtype, gpu=H100,
-            cuda_graphs=True, attention=AttentionOptions(),
+            cuda_graphs=True, attention=AttentionOptions("triton"),  # the same ones where flash_mla is installed
         )  # fmt: skip
     return {(consulted.table.name, consulted.problem) for consulted in choices}
 

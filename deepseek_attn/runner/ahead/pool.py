@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -91,6 +92,8 @@ def compile_variants(
 def _compile(variant: Variant, connection: Connection) -> None:
     """Compiles a variant; sends why it failed, or ""."""
     end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the command's handler would end in a traceback
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal's process group; whoever started this one decides
     os.nice(5)  # the process that loads the model goes first
     try:
         variant.compile()
