@@ -15,7 +15,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -124,7 +124,7 @@ class FailedNames:
     """Plugin that prints each failure at once: the test, and the first line of what went wrong."""
 
     def __init__(self, config: pytest.Config):
-        self.reporter = config.pluginmanager.getplugin("terminalreporter")
+        self.reporter: Any = config.pluginmanager.getplugin("terminalreporter")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and self.reporter is not None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -133,7 +133,7 @@ class SafetensorsSource(CheckpointSource):
             self._opened.clear()
         self._read_by_row.clear()
 
-    def __enter__(self) -> SafetensorsSource:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc) -> None:

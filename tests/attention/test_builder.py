@@ -16,6 +16,7 @@ from deepseek_attn.impls.metadata import DeepseekSparseSWAMetadata, FlashMLASpar
 from deepseek_attn.kernels.insert import CompressBatch
 from deepseek_attn.kernels.insert.reference import closing_windows
 from tests.support.decode_batches import decode_batch
+from tests.support.typed import required
 
 GARBAGE = 2**31 - 1  # page id of table entries that nothing may look at
 
@@ -281,8 +282,11 @@ def test_worked_example_window():
     step = Batch([(65, 1), (1, 1)]).step(builder)
     step.block_tables[WINDOW] = torch.tensor([[5, 8], [2, 0]], dtype=torch.int32)
     swa = builder.build(step).swa
-    assert swa.decode_swa_indices.tolist() == [[[5 * 64 + 62, 5 * 64 + 63, 8 * 64, 8 * 64 + 1]], [[128, 129, -1, -1]]]
-    assert swa.decode_swa_lens.tolist() == [4, 2]
+    assert required(swa).decode_swa_indices.tolist() == [
+        [[5 * 64 + 62, 5 * 64 + 63, 8 * 64, 8 * 64 + 1]],
+        [[128, 129, -1, -1]],
+    ]
+    assert required(swa).decode_swa_lens.tolist() == [4, 2]
 
 
 @pytest.mark.parametrize(
@@ -293,8 +297,8 @@ def test_worked_example_all_entries(position, expected):
     step = Batch([(position, 1)]).step(builder)
     step.block_tables[ratio_group(128)] = torch.tensor([[6]], dtype=torch.int32)
     meta = builder.build(step).sparse[128]
-    assert meta.c128a_global_decode_topk_indices.tolist() == [[padded(expected, 128)]]
-    assert meta.c128a_decode_topk_lens.tolist() == [len(expected)]
+    assert required(meta.c128a_global_decode_topk_indices).tolist() == [[padded(expected, 128)]]
+    assert required(meta.c128a_decode_topk_lens).tolist() == [len(expected)]
 
 
 @pytest.mark.parametrize(("position", "expected"), [(2, -1), (3, 192), (255, 255), (259, 576)])
@@ -324,7 +328,7 @@ def test_slots_are_computed_in_64_bits():
     """Page ids times entries exceed 2**31 long before page ids do."""
     builder = make_builder()
     meta = builder.build(Batch([(130, 1), (0, 140)], first_page=2**27).step(builder))
-    assert meta.swa.slot_mapping.min() >= 2**27 * 64
+    assert required(meta.swa).slot_mapping.min() >= 2**27 * 64
     assert meta.sparse[4].slot_mapping.max() >= 2**27 * 64
     for kind, rows in (((4, True), 13), ((128, False), 133)):
         compressor = closing_windows(meta.compressor[kind])
@@ -342,7 +346,7 @@ def test_positions_beyond_2_to_the_31():
     step = StepInput(torch.tensor([6]), torch.tensor([start + 6]), {WINDOW: table}, decode_threshold=6)
     meta = builder.build(step)
     assert meta.positions.tolist() == list(range(start, start + 6))
-    assert meta.swa.slot_mapping.tolist() == [7 * 64 + 60 + i for i in range(4)] + [9 * 64, 9 * 64 + 1]
+    assert required(meta.swa).slot_mapping.tolist() == [7 * 64 + 60 + i for i in range(4)] + [9 * 64, 9 * 64 + 1]
 
 
 def test_a_sequence_beyond_max_model_len_is_refused():
@@ -469,8 +473,8 @@ def test_the_device_builder_makes_rows_as_wide_as_the_longest_request_may_get():
     tables |= {ratio_group(r): torch.ones(2, 16, dtype=torch.int32) for r in builder.layout.ratios}
     step = decode_batch(torch.tensor([5, 30]), torch.ones(2, dtype=torch.bool), tables, 4000)
     meta = build_decode_metadata(builder.layers, builder.layout, step).sparse[16]
-    assert meta.c128a_global_decode_topk_indices.shape == (2, 1, 256)  # 250 entries
-    assert meta.c128a_decode_topk_lens.tolist() == [0, 1]
+    assert required(meta.c128a_global_decode_topk_indices).shape == (2, 1, 256)  # 250 entries
+    assert required(meta.c128a_decode_topk_lens).tolist() == [0, 1]
 
 
 def test_vectors_are_uploaded_together():

@@ -11,6 +11,7 @@ from deepseek_attn.impls.prefill import plan_prefill_chunks
 from deepseek_attn.utils.workspace import Workspace, aligned_bytes
 from tests.support.one_layer import KINDS, WINDOW, Layer
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 # A window alone, overlapping windows with an indexer, and without; C128A, in the first test, has closed few windows.
 EACH_KIND = tiered(KINDS, ["SWA", "C4A", "C16A_overlap"])
@@ -60,7 +61,7 @@ def test_decode_steps_of_several_tokens(kind, device):
     requests = [layer.request(n) for n in (40, 29, 150)]
     layer.step([(requests[0], 3), (requests[1], 20), (requests[2], 126)])
     step = layer.session.step
-    assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (1, 3, 2)
+    assert (required(step).num_decodes, required(step).num_decode_tokens, required(step).num_prefills) == (1, 3, 2)
     layer.run(requests, [3, 2, 1, 3])
     for request in requests:
         layer.check(request)
@@ -187,14 +188,14 @@ def test_padding_requests_give_zeros_and_touch_nothing(kind, device):
     out = layer.forward(x, step)
     assert out[1:3].eq(0).all()
     if layer.attn.indexer is not None:
-        assert layer.attn.topk_indices_buffer[1:3].eq(-1).all()
+        assert required(layer.attn.topk_indices_buffer)[1:3].eq(-1).all()
     for pool in layer.runner.pools:
         null_page = before[pool.spec.layer, pool.spec.kind]
         assert torch.equal(pool.tensor[0].view(torch.uint8), null_page.view(torch.uint8))
     for owner, rows in ((request, slice(0, 1)), (late, slice(3, None))):
         owner.outputs.append(out[rows])
         if layer.attn.indexer is not None:
-            owner.selected.append(layer.attn.topk_indices_buffer[: len(x)][rows].clone())
+            owner.selected.append(required(layer.attn.topk_indices_buffer)[: len(x)][rows].clone())
         layer.check(owner)
 
 
@@ -211,8 +212,8 @@ def test_padding_tokens_at_the_end_of_a_prefill(kind, device):
     assert out[26:].eq(0).all()
     request.outputs.append(out[:26])
     if layer.attn.indexer is not None:
-        assert layer.attn.topk_indices_buffer[26:30].eq(-1).all()
-        request.selected.append(layer.attn.topk_indices_buffer[:26].clone())
+        assert required(layer.attn.topk_indices_buffer)[26:30].eq(-1).all()
+        request.selected.append(required(layer.attn.topk_indices_buffer)[:26].clone())
     layer.runner.manager.commit(request.sequence.cache, 26)
     layer.run([request], [6, 1, 30])
     layer.check(request)
@@ -235,12 +236,12 @@ def test_a_step_of_padding_only(kind, device):
 def test_an_infinite_sink_takes_all_the_weight_and_none():
     layer = Layer("C4A")
     request = layer.request(30)
-    layer.attn.attn_sink.fill_(float("inf"))
+    required(layer.attn.attn_sink).fill_(float("inf"))
     layer.run([request], [20, 1])
     assert torch.cat(request.outputs).eq(0).all()
     layer = Layer("C4A")
-    layer.attn.attn_sink.fill_(float("-inf"))
-    layer.reference.weights["attn_sink"] = layer.attn.attn_sink.double()
+    required(layer.attn.attn_sink).fill_(float("-inf"))
+    layer.reference.weights["attn_sink"] = required(layer.attn.attn_sink).double()
     request = layer.request(30)
     layer.run([request], [20, 1])
     layer.check(request)
@@ -355,7 +356,7 @@ def test_decode_and_prefill_read_the_same_quantised_keys(kind, numerics, device)
         request = layer.request(60 if kind != "C128A" else 134)
         layer.run([request], chunks)
         outputs.append(torch.cat(request.outputs))
-    assert layer.attn.swa_cache.record.name == "fp8_v4"
+    assert required(layer.attn.swa_cache).record.name == "fp8_v4"
     error = (outputs[0] - outputs[1]).abs().amax() / outputs[0].abs().mean()
     assert error < 0.05
     assert outputs[0].isfinite().all()

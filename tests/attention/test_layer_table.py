@@ -23,6 +23,7 @@ from deepseek_attn.kernels.insert import reference as insert_reference
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 FAR = 100_095  # the last token of a window of 4, 16 and 128; float32 angles are good to 0.004 there
 FAR_TOLERANCE = 0.01
@@ -87,7 +88,9 @@ class Stack:
     def entry(self, ratio: int, position: int, kind: str) -> torch.Tensor:
         """The compressed entry that ``position`` has closed."""
         pool = self.runner.pools.get(self.layer(ratio).prefix, kind)
-        return pool.gather(torch.tensor([PAGE * pool.entries + position // ratio % pool.entries]), torch.float32)
+        return required(pool).gather(
+            torch.tensor([PAGE * required(pool).entries + position // ratio % required(pool).entries]), torch.float32
+        )
 
 
 @pytest.fixture(scope="module")

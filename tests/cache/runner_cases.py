@@ -10,6 +10,7 @@ from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.runner import ModelRunner, Sequence, StepOptions
 from tests.support.small_models import small_config, small_runner
+from tests.support.typed import required
 
 NUMERICS = ("exact", "official", "serving")
 
@@ -32,7 +33,7 @@ def compute(runner: ModelRunner, sequence: Sequence, *sizes: int, mtp: bool = Tr
     parts, mtp = [], mtp and runner.has_mtp
     for n in sizes:
         out = runner.step([(sequence, n)], StepOptions(all_logits=True, mtp=mtp))
-        parts += [out.logits[0], *(out.mtp_logits or [])]
+        parts += [required(out.logits)[0], *(out.mtp_logits or [])]
     return torch.cat(parts)
 
 

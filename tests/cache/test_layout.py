@@ -21,6 +21,7 @@ from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.config.model import ModelConfig, preset_names
 from deepseek_attn.config.numerics import PRESETS, get_numerics
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 LIMIT = 600 << 20  # bytes that a test may allocate
 
@@ -157,8 +158,8 @@ def test_only_the_layers_that_are_present_get_pools():
 
 def test_pools_are_found_by_layer_and_kind():
     pools = CachePools(make_layout(tiny(), get_numerics("serving"), torch.bfloat16, 300, 1, 64))
-    assert pools.get("layers.1", "index").record.name == "index_fp8"
-    assert pools.get("layers.1", "state").tensor.dtype == torch.float32
+    assert required(pools.get("layers.1", "index")).record.name == "index_fp8"
+    assert required(pools.get("layers.1", "state")).tensor.dtype == torch.float32
     assert pools.get("layers.0", "compressed") is None
     assert pools.get("layers.2", "index") is None
 

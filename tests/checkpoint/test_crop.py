@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from deepseek_attn.checkpoint.crop_config import crop_config
 from deepseek_attn.checkpoint.crop_plan import CropPlan
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.v41 import DeepseekV41Config
 from tests.checkpoint.fabricate import MemorySource
 from tests.support import v32_cases
 from tests.support.hub_cache import FakeHub
@@ -29,6 +31,7 @@ from tests.support.oracle_transformers import TransformersOracle
 from tests.support.oracle_v32 import TransformersV32Oracle
 from tests.support.small_models import assert_close, prompt, small_config
 from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.typed import of_type, required
 from tests.support.v41_cases import tiny as tiny_v41
 
 OPTIONS = {"device": "cpu", "progress": False, "max_model_len": 320, "max_num_batched_tokens": 512}
@@ -162,7 +165,8 @@ def test_hash_tables_of_fewer_experts_than_a_token_has():
 
 def mask_router(runner: ModelRunner, kept: list[int], per_token: int) -> None:
     """A router that never chooses other experts, with the weights of the whole model."""
-    for block in [*runner.model.layers.values(), *runner.model.mtp.values()]:
+    model = runner.whole_model()
+    for block in [*model.layers.values(), *model.mtp.values()]:
         gate = getattr(block.ffn, "gate", None)
         if gate is None:
             continue
@@ -211,13 +215,13 @@ def test_parts_that_are_left_out(models, tmp_path):
     crop_checkpoint(models("v4"), tmp_path / "crop", layers=[0, 1], without=["mtp"])
     config = ModelConfig.from_pretrained(tmp_path / "crop")
     assert config.num_nextn_predict_layers == 0
-    assert config.compress_ratios == (0, 4)
+    assert of_type(config, ModelConfig).compress_ratios == (0, 4)
     with SafetensorsSource(tmp_path / "crop") as cropped:
         assert not [name for name in cropped.entries() if name.startswith("mtp.")]
     plan = crop_checkpoint(models("v41"), tmp_path / "v41", layers=[0, 4, 5, 6, 7], without=["engram"]).plan
-    config = ModelConfig.from_pretrained(tmp_path / "v41")
+    config = of_type(ModelConfig.from_pretrained(tmp_path / "v41"), DeepseekV41Config)
     assert (config.engram, config.candidate_source_layer_id, config.kv_source_layer_ids) == (None, 1, (1,))
-    assert config.dspark.dspark_target_layer_ids == (2, 3, 4)
+    assert required(config.dspark).dspark_target_layer_ids == (2, 3, 4)
     assert not plan.notes
     runner = runner_of(tmp_path / "v41")
     assert runner.has_mtp
@@ -233,7 +237,7 @@ def test_parts_that_are_left_out(models, tmp_path):
 @EXHAUSTIVE
 def test_drafts_of_a_cropped_drafter_change_no_text(models, tmp_path):
     crop_checkpoint(models("v41"), tmp_path / "crop", experts=2)
-    assert ModelConfig.from_pretrained(tmp_path / "crop").dspark.dspark_n_routed_experts == 2
+    assert required(ModelConfig.from_pretrained(tmp_path / "crop").dspark).dspark_n_routed_experts == 2
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     texts = []
     for speculate in (0, 3):
@@ -267,7 +271,7 @@ CROPS = {
 }
 
 
-def transformers_model(family: str) -> torch.nn.Module:
+def transformers_model(family: str) -> Any:
     """A float32 model of transformers with random weights."""
     config = CONFIGS[family]()
     return (TransformersOracle if family == "v4" else TransformersV32Oracle)(config, RandomSource(config, 3)).model
@@ -278,7 +282,14 @@ def logits_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def cut_by_hand(model: torch.nn.Module, layers: list[int], kept: list[int]) -> None:
+def transformers_reads(folder: Path) -> Any:
+    """Its model, and what it says about loading it."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+
+
+def cut_by_hand(model: Any, layers: list[int], kept: list[int]) -> None:
     """transformers' own model with layers taken out and routers that never choose the other experts."""
     model.model.layers = torch.nn.ModuleList([model.model.layers[layer] for layer in layers])
     model.model.config.num_hidden_layers = len(layers)
@@ -297,9 +308,7 @@ def test_what_transformers_saves(tmp_path, family):
     model, (layers, kept) = transformers_model(family), CROPS[family]
     model.save_pretrained(tmp_path / "saved")
     crop_checkpoint(tmp_path / "saved", tmp_path / "crop", layers=layers, experts=len(kept))
-    theirs, loading = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "crop", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
+    theirs, loading = transformers_reads(tmp_path / "crop")
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
     tokens = tokens_of(CONFIGS[family]())
@@ -315,9 +324,7 @@ def test_transformers_reads_published_names(tmp_path, family):
     config = CONFIGS[family]().replace(quantization_config=None)
     write_checkpoint(RandomSource(config, 3), config, tmp_path / "model")
     crop_checkpoint(tmp_path / "model", tmp_path / "crop", layers=KEPT[family], experts=6 if family == "v32" else 4)
-    theirs, loading = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "crop", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
+    theirs, loading = transformers_reads(tmp_path / "crop")
     assert not loading["missing_keys"]
     tokens = tokens_of(config)
     assert_close(runner_of(tmp_path / "crop").score([tokens])[0], logits_of(theirs.eval(), tokens))
@@ -347,7 +354,7 @@ def test_the_spelling_of_a_config_stays():
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "compress_overlap": [False, True, True, False, True],
-        "quantization_config": v4().quantization_config
+        "quantization_config": required(v4().quantization_config)
         | {
             "modules_to_not_convert": [
                 *("lm_head", "model.layers.1.mlp.gate", "model.layers.4.mlp.gate", "layers.2", "layers.12x"),
@@ -423,7 +430,7 @@ def test_a_folder_that_holds_something(models, tmp_path):
         crop_checkpoint(model, out, layers=[1])
     crop_checkpoint(model, out, layers=[1], overwrite=True)
     assert json.loads((out / RECORD_FILE).read_text())["layers"] == [1]
-    assert ModelConfig.from_pretrained(out).compress_ratios == (4, 0)
+    assert of_type(ModelConfig.from_pretrained(out), ModelConfig).compress_ratios == (4, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["crop"]
 
 
@@ -479,10 +486,10 @@ def test_killed_while_it_writes(models, tmp_path, number):
     """Nothing is left by a request to end; what SIGKILL leaves is hidden, and gone after the next crop."""
     command = ["crop", "--model", str(models("v4")), "--out", str(tmp_path / "crop"), "--layers", "0-1"]
     process = subprocess.Popen([sys.executable, "-c", SLOW, *command], stdout=subprocess.PIPE, env=dict(os.environ))
-    assert process.stdout.readline() == b"written\n"
+    assert required(process.stdout).readline() == b"written\n"
     process.send_signal(number)
     assert process.wait(30) in (128 + number, -number)
-    process.stdout.close()
+    required(process.stdout).close()
     assert not (tmp_path / "crop").exists()
     assert len(list(tmp_path.iterdir())) == (number == signal.SIGKILL)
     assert main(command) == 0

@@ -19,6 +19,7 @@ from deepseek_attn.lab.bench.engine import cut_config
 from deepseek_attn.utils.hub import HubModel
 from tests.support.hub_cache import FakeHub
 from tests.support.small_models import small_config
+from tests.support.typed import required
 
 OPTIONS = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 2, "progress": False}
 ID, COMMIT, NEWER = "deepseek-ai/DeepSeek-Small", "a" * 40, "b" * 40
@@ -55,7 +56,7 @@ def shards_of(folder, layers, attention_only=False) -> set[str]:
 
 def test_everything_is_downloaded_once(hub, published):
     with LLM(ID, **OPTIONS) as llm, LLM(published, **OPTIONS) as local:
-        assert llm.tokenizer.encode_prompt("abc") == local.tokenizer.encode_prompt("abc")
+        assert required(llm.tokenizer).encode_prompt("abc") == required(local.tokenizer).encode_prompt("abc")
         assert llm.runner.fingerprint() == local.runner.fingerprint()
         assert llm.runner.report == local.runner.report
         assert llm.directory.name == COMMIT
@@ -83,10 +84,10 @@ def test_some_layers_need_the_shards_that_hold_them(hub, published, layers, atte
 
 def test_a_folder_with_some_shards_serves_their_layers(hub, published):
     fetch(ID, [1], True)
-    folder = HubModel.parse(ID).local_folder()
+    folder = required(HubModel.parse(ID)).local_folder()
     with pytest.raises(ValueError, match=r"shard .* is missing"):
-        ModelRunner.from_pretrained(folder, **OPTIONS)
-    runner = ModelRunner.from_pretrained(folder, layers=[1], attention_only=True, **OPTIONS)
+        ModelRunner.from_pretrained(required(folder), **OPTIONS)
+    runner = ModelRunner.from_pretrained(required(folder), layers=[1], attention_only=True, **OPTIONS)
     assert [spec.name for spec in runner.backbone_layers] == ["layers.1"]
 
 
@@ -154,7 +155,7 @@ def test_names(name, expected):
 def test_a_local_folder_of_that_name_wins(hub, published, tmp_path):
     (tmp_path / "deepseek-ai").mkdir()
     (tmp_path / ID).symlink_to(published)
-    assert ModelRunner.from_pretrained(ID, **OPTIONS).directory.samefile(published)
+    assert required(ModelRunner.from_pretrained(ID, **OPTIONS).directory).samefile(published)
     assert ModelConfig.from_pretrained(ID) == ModelConfig.from_pretrained(published)
     assert not hub.downloads
 

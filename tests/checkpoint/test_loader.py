@@ -25,6 +25,7 @@ from deepseek_attn.layers.weights import RMSNorm, SlotKind, WeightSlot, checkpoi
 from deepseek_attn.models.block import BuildContext
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from tests.checkpoint.fabricate import MemorySource, hf_packed, random_source, recording_slots, same_bits, tiny
+from tests.support.typed import required
 
 WQ_A = "layers.1.attn.wq_a"
 EXPERT = "layers.1.ffn.experts.2.w1"
@@ -208,10 +209,10 @@ def test_fp8_scales_reach_the_slot_as_numbers(dtype):
     source, expected = random_source(), read_weight(random_source(), f"{WQ_A}.weight")[1]
     byte = source.read(f"{WQ_A}.scale")
     number = {"F32": torch.float32, "BF16": torch.bfloat16}.get(dtype)
-    source.put(f"{WQ_A}.scale", dtype, byte if number is None else expected.to(number))
+    source.put(f"{WQ_A}.scale", dtype, byte if number is None else required(expected).to(number))
     _, filled = load(source)
     assert same_bits(filled[f"{WQ_A}.weight"][1], expected)
-    assert torch.equal(expected, 2.0 ** (byte.float() - 127))
+    assert torch.equal(required(expected), 2.0 ** (byte.float() - 127))
 
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "F4"])

@@ -6,6 +6,7 @@ import pytest
 
 from deepseek_attn.config.model import LayerSpec, ModelConfig, RopeSpec, preset_names
 from tests.support.config_cases import CSA, HCA, YARN, as_transformers, problems_of, raw_preset
+from tests.support.typed import required
 
 
 @pytest.fixture
@@ -256,7 +257,7 @@ def test_to_dict_shares_nothing_with_the_config_or_its_input(tiny):
     config = ModelConfig.from_dict(tiny)
     config.to_dict()["quantization_config"]["weight_block_size"][0] = 7
     tiny["quantization_config"]["weight_block_size"][0] = 7
-    assert config.quantization_config["weight_block_size"] == [128, 128]
+    assert required(config.quantization_config)["weight_block_size"] == [128, 128]
 
 
 # replace

@@ -5,6 +5,7 @@ import pytest
 from deepseek_attn.config.engram import EngramConfig, read_engram
 from deepseek_attn.config.fields import FieldReader
 from tests.config.engram_cases import PUBLISHED, TINY
+from tests.support.typed import required
 
 
 def read(raw, layers=40, vocab=129280):
@@ -17,19 +18,19 @@ def read(raw, layers=40, vocab=129280):
 def test_published_numbers():
     config = read({key: list(value) if isinstance(value, tuple) else value for key, value in PUBLISHED.items()})
     assert config == EngramConfig(**PUBLISHED)
-    assert read(config.to_dict()) == config
-    first, second = config.hashes()
+    assert read(required(config).to_dict()) == config
+    first, second = required(config).hashes()
     assert first.multipliers == (76632096046245, 4839876093313, 35959672319349, 73987337458391)
     assert second.multipliers == (67716810739261, 51510806800915, 30921347202721, 82619226485591)
     primes = [sum(found.primes, ()) for found in (first, second)]
     assert primes[0][:3] == (16000057, 16000079, 16000081)
     assert (primes[0][-1], primes[1][0], primes[1][-1]) == (16000463, 16000477, 16000889)
-    assert (config.rows_per_token, config.width) == (24, 6144)
+    assert (required(config).rows_per_token, required(config).width) == (24, 6144)
 
 
 def test_small_tables_and_none():
     config = read(TINY, 3, 300)
-    assert config.hash_of(2).primes == ((11, 13), (17, 19))
+    assert required(config).hash_of(2).primes == ((11, 13), (17, 19))
     assert read({}) is None
     assert read({"engram_layer_ids": []}) is None
 

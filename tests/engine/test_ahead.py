@@ -160,7 +160,7 @@ CHANGES = {
 def test_what_has_changed_is_computed_again(runner, runs, change):
     """A sequence that is driven by hand, with another step than the one that was launched early."""
     sequence = runner.sequence(PROMPTS[3])
-    logits = runner.step([(sequence, sequence.num_pending)]).logits[0]
+    logits = runner.step([(sequence, sequence.num_pending)]).rows[0]
     tokens = [[int(logits.argmax())]]
     for _ in range(5):
         sequence.append(tokens[0][-1])

@@ -236,7 +236,7 @@ def test_runners_with_and_without_it_do_not_disturb_each_other(device):
     (expected,), (fastest,) = one.score([tokens]), other.score([tokens])
     a, b, rows = one.sequence(tokens), other.sequence(tokens), []
     while a.num_pending:
-        rows += [runner.step([(sequence, 3)]).logits[0] for runner, sequence in ((one, a), (other, b))]
+        rows += [runner.step([(sequence, 3)]).rows[0] for runner, sequence in ((one, a), (other, b))]
     a.free()
     b.free()
     assert torch.equal(torch.cat(rows[::2]).cpu(), expected[2::3])

@@ -223,7 +223,7 @@ def test_captured_graphs(family, drafts, every, device):
     jobs = [(first, greedy(5)), (prompt(config, 20, seed=2), greedy(5)), (first[:66] + [5, 6, 7], greedy(2))]
 
     def capture_anew() -> None:
-        runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 4])
+        runner.graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, batches=[2, 4])
 
     def make_engine() -> Engine:
         capture_anew()

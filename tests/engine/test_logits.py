@@ -309,7 +309,7 @@ def by_hand(runner, prompt, params, index):
     for _ in range(params.max_tokens):
         output = tokens[len(prompt) :]
         while sequence.num_pending:
-            row = runner.step([(sequence, min(sequence.num_pending, 60))]).logits[0].float()
+            row = runner.step([(sequence, min(sequence.num_pending, 60))]).rows[0].float()
         if params.allowed_token_ids:
             row = torch.full_like(row, -torch.inf).index_copy(
                 1, *(lambda i: (i, row[:, i]))(torch.tensor(params.allowed_token_ids, dtype=torch.int64, device="cpu"))

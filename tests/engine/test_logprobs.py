@@ -93,8 +93,8 @@ def generate(
         shared = prompt(runner.config, runner.layout.snapshot_block + 3, seed=50)
         groups = [[(shared + [n], own)] for n, own in enumerate(params)]
     if graphs:
-        runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 5, 10], capture=False,
-            engram=runner.tables)  # fmt: skip
+        runner.graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, batches=[2, 5, 10],
+            capture=False, engram=runner.tables)  # fmt: skip
     engine = Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
     engine.scheduler.max_num_batched_tokens = 50
     rng, steps, requests = random.Random(drafts), itertools.count(1), []

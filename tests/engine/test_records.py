@@ -117,7 +117,7 @@ def test_recorded_steps_run_eagerly_and_others_do_not(runner, monkeypatch, draft
     """Where decode steps run over persistent tensors: steps of the plain request do once it is alone."""
     if runner.config.dspark is not None:
         drafts = 0  # which are not drafted in such steps
-    graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 4], engram=runner.tables)
+    graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, batches=[2, 4], engram=runner.tables)
     runs = []
     monkeypatch.setattr(graphs, "run", lambda *call, run=graphs.run: runs.append(call) or run(*call))
     monkeypatch.setattr(runner, "graphs", graphs)

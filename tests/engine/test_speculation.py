@@ -297,7 +297,7 @@ def test_drafts_after_prompts_that_end_in_few_tokens(llm, plain, length, monkeyp
 
 def use_persistent_tensors(llm, monkeypatch) -> DecodeGraphs:
     runner = llm.runner
-    graphs = DecodeGraphs(runner.model, runner.layout, runner.device, capture=False)
+    graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, capture=False)
     monkeypatch.setattr(runner, "graphs", graphs)
     return graphs
 

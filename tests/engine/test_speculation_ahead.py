@@ -387,7 +387,7 @@ def test_a_launched_step_leaves_what_a_rollback_needs(drafts, right):
     At lengths around the edges of windows of 4, 16 and 128 tokens and of pages.
     """
     runner = small_runner(small_config(list(MIXED), mtp=1), max_model_len=320, max_num_seqs=36)
-    runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, capture=False)
+    runner.graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, capture=False)
     runner.expect_drafts(drafts)
     lengths = [30, 61, 64, 115, 120, 124, 127, 128, 135, 140]
     vocab = runner.config.vocab_size

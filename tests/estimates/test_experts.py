@@ -15,6 +15,7 @@ from deepseek_attn.estimates.floors import Floor, FloorWork, ModelWork
 from deepseek_attn.estimates.machines import H100, H200
 from deepseek_attn.estimates.ranks import RankLayout, RankModel
 from tests.support.small_models import small_config, small_runner
+from tests.support.typed import required
 
 FLASH = ModelConfig.from_preset("v4_flash")
 DATA = Path(__file__).parents[2] / "docs" / "data"
@@ -27,9 +28,11 @@ def test_sizes_of_published_experts():
     rows = 2048 + 2048 + 4096  # each with an exponent
     assert serving == ExpertSizes(44, 43, 256, 6, ONE, FP4 + rows, FP4)
     exact = ExpertSizes.of(FLASH, numerics_for(FLASH, "exact"), torch.float32, ranks=2)
-    assert (exact.experts, exact.nbytes, exact.stored) == (128, 4 * ONE, FP4)
+    assert (required(exact).experts, required(exact).nbytes, required(exact).stored) == (128, 4 * ONE, FP4)
     v32 = ModelConfig.from_preset("v32")
-    assert ExpertSizes.of(v32, numerics_for(v32, "serving"), torch.bfloat16).layers == 61 - 3 + 1  # dense ones, MTP
+    assert (
+        required(ExpertSizes.of(v32, numerics_for(v32, "serving"), torch.bfloat16)).layers == 61 - 3 + 1
+    )  # dense ones, MTP
 
 
 @pytest.mark.parametrize("numerics", ["exact", "official"])
@@ -41,7 +44,9 @@ def test_weights_beside_the_experts_are_those_of_a_runner(numerics):
     assert OtherWeights.of(config, chosen, torch.float32).nbytes == pytest.approx(held, rel=0.02)
     one = ExpertSizes.of(config, chosen, torch.float32)
     files = runner.expert_files
-    assert files.nbytes // files.slots == pytest.approx(one.stored * one.layers, rel=0.02)
+    assert required(files).nbytes // required(files).slots == pytest.approx(
+        required(one).stored * required(one).layers, rel=0.02
+    )
 
 
 def test_floors_know_the_bus():
@@ -61,11 +66,11 @@ def test_steps_on_a_gpu():
     numerics = numerics_for(FLASH, "serving")
     sizes = ExpertSizes.of(FLASH, numerics, torch.bfloat16)
     model = RankModel(FLASH, numerics, torch.bfloat16, RankLayout(1), H100)
-    steps = list(gpu_steps(model, sizes, [1], 8192, 55e9))
+    steps = list(gpu_steps(model, required(sizes), [1], 8192, 55e9))
     assert [step.hit_rate for step in steps] == [0.3, 0.6, 0.9]
     resident = model.step(1, 1, 8192).microseconds / 1e6
     for step in steps:
-        missing = (1 - step.hit_rate) * 43 * 6 * sizes.nbytes
+        missing = (1 - step.hit_rate) * 43 * 6 * required(sizes).nbytes
         assert step.moved == pytest.approx(missing)
         assert step.tokens_per_second == pytest.approx(1 / (resident + missing / 55e9))
 
@@ -91,9 +96,9 @@ def test_plan_says_whether_the_bus_was_measured(gpu, words, capsys):
 def test_steps_on_a_cpu_wait_for_the_disk_only_if_it_is_slower():
     numerics = numerics_for(FLASH, "official")
     sizes, others = ExpertSizes.of(FLASH, numerics, torch.float32), OtherWeights.of(FLASH, numerics, torch.float32)
-    fast = [step.seconds for step in cpu_steps(FLASH, sizes, others, [1], 1e12)]
+    fast = [step.seconds for step in cpu_steps(FLASH, required(sizes), others, [1], 1e12)]
     assert fast[0] == fast[2] == pytest.approx(32, abs=2)
-    slow = list(cpu_steps(FLASH, sizes, others, [1], 1e7))
+    slow = list(cpu_steps(FLASH, required(sizes), others, [1], 1e7))
     assert slow[0].seconds - slow[2].seconds == pytest.approx(0.6 * 43 * 6 * FP4 / 1e7)
 
 

@@ -21,6 +21,7 @@ from deepseek_attn.estimates.floors import (
     expected_experts,
     tensors_below,
 )
+from tests.support.typed import required
 
 CONFIGS = {
     name: ModelConfig.from_pretrained(name) for name in ("v4_flash", "v32", "v41_flash", "tiny", "tiny_v32", "tiny_v41")
@@ -182,7 +183,7 @@ def test_keys_are_those_that_queries_see(model, tokens, context):
         for position in range(context - tokens, context):
             in_window = [key for key in range(position + 1) if position - key < window]
             entries = [e for e in range(context) if ratio and (e + 1) * ratio <= position + 1]
-            attended += len(in_window) + (min(len(entries), topk) if selects else len(entries))
+            attended += len(in_window) + (min(len(entries), required(topk)) if selects else len(entries))
             scored += min(len(entries), limit) if spec.has_indexer and len(entries) > topk else 0
         found = flops(work(model, spec.index, 3, tokens, context, longest=512))
         dims = config.head_dim + getattr(config, "kv_lora_rank", config.head_dim)

@@ -31,6 +31,7 @@ from tests.gpu.drive import (
 )
 from tests.support.oracle_layer import Tokens, V4LayerOracle
 from tests.support.report import Report
+from tests.support.typed import required
 
 BACKENDS = ("flashmla", "triton", "mixed")
 PLAIN = Limits(layer=1e-2)  # each linear, norm and rotation rounds to bf16
@@ -136,7 +137,7 @@ def test_poison_is_read_where_nothing_was_written(device):
     report = Report()
     drive = Drive.of(replace(SMALL["short"], layers=[0]), "lost", "reference", device, report)
     drive.start(3, 300)
-    drive.runner.pools.get("layers.0", "window").tensor[drive.caches[0].tables["window"][-1]] = NAN_BYTE
+    required(drive.runner.pools.get("layers.0", "window")).tensor[drive.caches[0].tables["window"][-1]] = NAN_BYTE
     drive.step(Step("decode", [1, 1, 1]))
     assert {case.case.split(",")[1] for case in report if not case.passed} == {" SWA"}
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.typed import required
+
 KERNELS = Path(__file__).parents[2] / "kernels"
 
 
@@ -30,9 +32,9 @@ def chosen(function: ast.FunctionDef) -> tuple[str, str] | None:
         if isinstance(node, ast.If) and node.orelse:
             kernels, reference = node.body[0], node.orelse[0]
             if isinstance(kernels, ast.ImportFrom) and isinstance(reference, ast.ImportFrom):
-                assert reference.module == kernels.module.rpartition(".")[0] + ".reference"
+                assert reference.module == required(kernels.module).rpartition(".")[0] + ".reference"
                 assert [alias.name for alias in kernels.names] == [alias.name for alias in reference.names]
-                return kernels.names[0].name, kernels.module.rpartition(".")[2]
+                return kernels.names[0].name, required(kernels.module).rpartition(".")[2]
     return None
 
 

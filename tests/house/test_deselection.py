@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import deselected
+from tests.support.typed import untyped
 
 
 def case(fixtures=(), markers=()) -> SimpleNamespace:
@@ -29,4 +30,4 @@ def case(fixtures=(), markers=()) -> SimpleNamespace:
 def test_what_needs_a_gpu(monkeypatch, fixtures, markers, without, interpreted):
     for value, expected in (("0", without), ("1", interpreted)):
         monkeypatch.setenv("TRITON_INTERPRET", value)
-        assert deselected(case(fixtures, markers)) == expected
+        assert deselected(untyped(case(fixtures, markers))) == expected

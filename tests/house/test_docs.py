@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-import deepseek_attn
+from deepseek_attn import __all__ as exported
 from deepseek_attn.cli import make_parser
 from deepseek_attn.cli.options import BOUNDS, integer, memory_size, numbers
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.utils.version import __version__
 from tests.house.test_imports import FLOORS
 from tests.house.test_plans import TABLES, device_functions
+from tests.support.typed import required
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -216,7 +217,7 @@ def test_every_stop_of_the_walk_is_there():
 
 
 def test_the_import_order_is_that_of_the_test():
-    order = re.search(r"\*\*Imports go one way\*\*[^:]*: (.*?)\. No files", STRUCTURE, re.DOTALL)[1]
+    order = required(re.search(r"\*\*Imports go one way\*\*[^:]*: (.*?)\. No files", STRUCTURE, re.DOTALL))[1]
     order = re.sub(
         r"(\w+)/\{([^}]*)\}", lambda m: ", ".join(f"{m[1]}/{name}" for name in re.split(r",\s*", m[2])), order
     )
@@ -235,7 +236,9 @@ def test_markers_and_variables_that_are_named():
 
 def test_one_version():
     """The package, the citation and the newest section of the changelog name one version."""
-    citation = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    citation = required(
+        re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    )[1]
     sections = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     released = [name for name in sections if name != "Unreleased"]
     assert citation == released[0] == __version__
@@ -256,6 +259,6 @@ def test_the_reference_of_the_site_names_what_is_there(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     site = importlib.import_module("docs_site")
     names = [name.rpartition(".") for name in [*site.exported(), *site.OTHERS]]
-    assert {name for _, _, name in names} >= set(deepseek_attn.__all__) - {"__version__"}
+    assert {name for _, _, name in names} >= set(exported) - {"__version__"}
     assert all(hasattr(importlib.import_module(module), name) for module, _, name in names)
     assert {path.parent.name for path in (ROOT / "kernels").glob("*/reference.py")} <= set(site.families())

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import deepseek_attn
+from tests.support.typed import required
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"deepseek_attn": "deepseek_attn", "kernels": "deepseek_attn.kernels", "models": "deepseek_attn.models"}
@@ -211,7 +212,9 @@ def test_nothing_imports_the_package_itself_or_scripts():
 def test_type_checkers_find_the_public_names():
     """They do not follow the lazy look-up, so the same imports stand beside it."""
     [block] = [node for node in syntax("deepseek_attn").body if isinstance(node, ast.If)]
-    found = {alias.name: node.module for node in block.body for alias in node.names}
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert len(imports) == len(block.body)
+    found = {alias.name: node.module for node in imports for alias in node.names}
     assert found == deepseek_attn._HOMES
     assert {*found, "__version__"} == set(deepseek_attn.__all__)
 
@@ -377,7 +380,7 @@ NEEDS_MORE = {  # by what they are for
 def test_modules_need_what_the_wheel_installs_alone():
     """Outside the kernels, everything can be imported without extras; what needs more is imported where it is used."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    installed = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}
+    installed = {required(re.match(r"[\w-]+", line))[0].replace("-", "_") for line in project["dependencies"]}
     installed |= {"deepseek_attn", "markupsafe", *sys.stdlib_module_names}  # markupsafe: jinja2's
     found = {}
     for module in MODULES:
@@ -430,7 +433,7 @@ q, indices = torch.ones(2, 3, 512).bfloat16(), torch.zeros(2, 1, 1).int()
 assert flash_mla_sparse_fwd(q, q[:, :1], indices, 0.1)[0].eq(1).all()
 runner = deepseek_attn.ModelRunner.from_config("tiny", layers=[1], max_model_len=64, max_num_seqs=1)
 sequence = runner.sequence([0, 5, 9, 2, 7])
-logits = runner.step([(sequence, 5)]).logits[0]
+logits = runner.step([(sequence, 5)]).rows[0]
 assert logits.shape == (1, 512) and logits.isfinite().all()
 assert [sys.modules[name] for name in OPTIONAL] == [None] * 4
 assert "huggingface_hub" not in sys.modules

@@ -24,7 +24,7 @@ def run(monkeypatch):
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         with pytest.raises(SystemExit) as end:
             runpy.run_path(str(SCRIPTS / name), run_name="__main__")
-        return end.value.code
+        return int(end.value.code or 0)
 
     return run
 

@@ -18,6 +18,7 @@ from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
 from tests.support import fake_flash_mla
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 RECORD, V32 = Fp8DsMlaRecord(448, 64), Fp8DsMlaV32Record()
 INF = float("inf")
@@ -279,7 +280,7 @@ def test_a_schedule_is_reused_and_a_stale_one_is_what_the_stand_in_refuses(fake)
     for _ in range(2):
         flash_mla.sparse_decode(q, [page], 0.05, schedule=schedule)
     assert fake.calls.schedules == 1
-    shorter = PagedKeys(RECORD, page.pool, 64, page.indices, (page.lens - 1).clamp(min=0))
+    shorter = PagedKeys(RECORD, page.pool, 64, page.indices, (required(page.lens) - 1).clamp(min=0))
     with pytest.raises(AssertionError, match="stale plan"):
         flash_mla.sparse_decode(q, [shorter], 0.05, schedule=schedule)
 

@@ -24,6 +24,7 @@ from deepseek_attn.models.block import attention_layers
 from tests.support import fake_flash_mla
 from tests.support.small_models import prompt, small_config, small_runner
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 FP8_CACHE = replace(PRESETS["exact"], kv_record="fp8_ds_mla")  # weights stay plain, so that only attention differs
 TOLERANCE = 3e-3  # relative, of one attention call: one bf16 rounding of the output
@@ -209,9 +210,9 @@ def test_rows_of_padding_tokens_become_zero(fake):
             layer.step = meta
             q = torch.randn(len(valid), layer.padded_heads, 512).bfloat16()
             if layer.indexer is not None:
-                layer.topk_indices_buffer.fill_(-1)
+                required(layer.topk_indices_buffer).fill_(-1)
             out = torch.full_like(q, float("nan"))
-            layer.impl.forward_mqa(layer, q, q[:, 0], meta.positions, out)
+            required(layer.impl).forward_mqa(layer, q, q[:, 0], meta.positions, out)
             empty = (out[:, : layer.num_heads] == 0).all(2).all(1)
             assert torch.equal(empty, ~valid)
 
@@ -226,7 +227,7 @@ def test_the_result_of_one_kernel_call_is_not_copied(fake, monkeypatch, lengths,
     rows = list(zip(sequences, lengths, strict=True))
     machine.manager.reserve([(s.cache, n) for s, n in rows])
     layer.step = meta = machine.step_metadata([s.cache for s, _ in rows], list(lengths))
-    layer.topk_indices_buffer.fill_(-1)
+    required(layer.topk_indices_buffer).fill_(-1)
     results = []
     for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
         kernel = getattr(fake, name)
@@ -238,7 +239,7 @@ def test_the_result_of_one_kernel_call_is_not_copied(fake, monkeypatch, lengths,
         called.__signature__ = inspect.signature(kernel)
         monkeypatch.setattr(fake, name, called)
     q = torch.randn(sum(lengths), 64, 512).bfloat16()
-    out = layer.impl.forward_mqa(layer, q, q[:, 0], meta.positions)
+    out = required(layer.impl).forward_mqa(layer, q, q[:, 0], meta.positions)
     assert (out.shape, out.dtype, len(results)) == (q.shape, q.dtype, calls)
     assert (out.data_ptr() == results[0].data_ptr()) == (calls == 1)
 
@@ -267,4 +268,4 @@ def test_output_must_have_the_shape_and_dtype_of_the_result(fake):
     (layer,) = attention_layers(machine.model)
     q = torch.zeros(2, 64, 512, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"output must be \(2, 64, 512\)"):
-        layer.impl.forward_mqa(layer, q, q[:, 0], torch.zeros(2), torch.zeros(2, 64, 512))
+        required(layer.impl).forward_mqa(layer, q, q[:, 0], torch.zeros(2), torch.zeros(2, 64, 512))

@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from deepseek_attn.models.moe import Experts
 from deepseek_attn.utils import device as device_module
 from deepseek_attn.utils.device import available_memory, pinned_empty
 from tests.support.small_models import small_config, small_runner
+from tests.support.typed import required
 
 MIB = 2**20
 
@@ -86,7 +88,7 @@ def test_host_stacks_hold_the_same_bits(numerics, expert_dtype, driver):
     config = small_config([0, 4], expert_dtype=None if expert_dtype == "bf16" else expert_dtype)
     source, prefix = RandomSource(config, 1, expert_dtype), "layers.1.ffn.experts."
     names = [name for name in source.entries() if name.startswith(prefix)]
-    part = SimpleNamespace(entries=lambda: {name: source.entries()[name] for name in names}, read=source.read)
+    part: Any = SimpleNamespace(entries=lambda: {name: source.entries()[name] for name in names}, read=source.read)
     loaded = {}
     for device, kind in (("cpu", "gpu"), ("cpu", "host"), ("cuda", "host")):
         experts = Experts(config, get_numerics(numerics), torch.bfloat16, device, memory=ExpertMemory(kind))
@@ -113,7 +115,7 @@ def test_host_memory_is_checked_before_anything_is_read(numerics, itemsize):
     prefix = "layers.1.ffn.experts."
     slots = {prefix + name: slot for name, slot in checkpoint_slots(experts).items()}
     headers = {name: info for name, info in source.entries().items() if name.startswith(prefix)}
-    part = SimpleNamespace(entries=lambda: headers, read=lambda name: pytest.fail("a tensor was read"))
+    part: Any = SimpleNamespace(entries=lambda: headers, read=lambda name: pytest.fail("a tensor was read"))
     needed = 3 * config.n_routed_experts * config.hidden_size * config.moe_intermediate_size * itemsize
     if itemsize == 1:
         needed = sum(info.nbytes for info in headers.values())
@@ -151,7 +153,7 @@ def test_available_memory(tmp_path, monkeypatch, limit, expected):
 
 def file_pages() -> int:
     """Bytes of files in the memory of this process."""
-    return int(re.search(r"RssFile:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    return int(required(re.search(r"RssFile:\s+(\d+)", Path("/proc/self/status").read_text()))[1]) * 1024
 
 
 def test_loading_keeps_no_pages_of_the_files(tmp_path):

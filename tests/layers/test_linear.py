@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import GroupedLinear, Linear, join_weights, multi_linear
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm, SlotKind, checkpoint_slots
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 FP4_VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
@@ -102,7 +104,7 @@ def test_plain_weight(name, dtype, device):
     assert layer.scale is None
     x = torch.randn(5, 100, dtype=dtype, device=device)
     expected = x.cpu().double() @ weight.double().T
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 0.08}
+    tolerance: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 0.08}
     torch.testing.assert_close(layer(x).cpu().double(), expected, **tolerance)
     assert layer(x).dtype == dtype
 
@@ -272,7 +274,7 @@ def test_exponents_of_experts_that_have_them():
             layer.expert_slot(index).load(weight, of_expert)
         assert (layer.exponent is not None) == kept
         if kept:
-            assert torch.equal(layer.exponent, torch.stack([scale.amax(-1)] * 2))
+            assert torch.equal(required(layer.exponent), torch.stack([scale.amax(-1)] * 2))
 
 
 def test_experts_of_two_formats_are_refused():
@@ -300,7 +302,9 @@ def test_rms_norm(dtype):
     out = norm(x)
     x64 = x.double()
     plain = x64 / (x64.square().mean(-1, keepdim=True) + 1e-3).sqrt()
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+    tolerance: dict[str, Any] = (
+        {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+    )
     torch.testing.assert_close(out.double(), plain * weight.double(), **tolerance)
     torch.testing.assert_close(rms_norm(x, 1e-3).double(), plain, **tolerance)
     assert out.dtype == dtype

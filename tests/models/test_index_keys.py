@@ -8,6 +8,7 @@ import torch
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.small_models import prompt, small_config, small_runner
+from tests.support.typed import required
 
 LENGTH = 303  # 75 entries, and 3 tokens of an open window
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
@@ -35,8 +36,8 @@ def index_keys(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
     sequence = runner.sequence(tokens)
     runner.step([(sequence, len(tokens))])
     pool = runner.pools.get("layers.1", "index")
-    pages = runner.manager.block_table([sequence.cache], pool.spec.group)[0]
-    return pool.gather_request(pages, len(tokens) // 4, torch.float32)
+    pages = runner.manager.block_table([sequence.cache], required(pool).spec.group)[0]
+    return required(pool).gather_request(pages, len(tokens) // 4, torch.float32)
 
 
 @pytest.fixture(scope="module")

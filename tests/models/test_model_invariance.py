@@ -29,6 +29,7 @@ from tests.support.invariance_cases import (
 from tests.support.oracle_dense import DenseOracle
 from tests.support.small_models import assert_close, assert_no_near_tie, prompt, small_config, small_runner
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 # how a prompt is cut into steps
 
@@ -349,7 +350,7 @@ def test_last_logits_only():
     runner = shared_runner(MIXED)
     sequences = [runner.sequence(prompt(runner.config, n, seed=n)) for n in (5, 1, 130)]
     out = runner.step([(s, s.num_pending) for s in sequences]).logits
-    assert [tuple(rows.shape) for rows in out] == [(1, runner.config.vocab_size)] * 3
+    assert [tuple(rows.shape) for rows in required(out)] == [(1, runner.config.vocab_size)] * 3
     for sequence, rows in zip(sequences, out, strict=True):
         assert_close(rows, runner.score([sequence.token_ids])[0][-1:], SAME)
         sequence.free()

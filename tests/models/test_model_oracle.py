@@ -27,6 +27,7 @@ from tests.support.small_models import (
     small_runner,
 )
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 LENGTHS = (1, 3, 4, 5, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300, 530)
 
@@ -76,7 +77,7 @@ def test_brute_force_equals_transformers(tiny):
     tokens = tiny.prompts[0][:300]
     dense = DenseOracle(tiny.config, tiny.source)(tokens)
     reference = tiny.references[0]
-    assert_close(dense.logits, reference.logits[:300])
+    assert_close(required(dense.logits), reference.logits[:300])
     for layer, experts in reference.experts.items():
         assert torch.equal(dense.experts[layer], experts[:300]), f"layer {layer}"
     for layer, entries in reference.entries.items():
@@ -135,11 +136,11 @@ def test_random_configs_equal_transformers(seed):
     runner = small_runner(config, source)
     with recorded_choices(runner) as found:
         whole = runner.score([tokens])[0]
-    assert_close(whole, reference.logits)
+    assert_close(whole, required(reference.logits))
     assert set(found.experts) == set(reference.experts)
     for layer, chosen in reference.experts.items():
         assert torch.equal(found.experts[layer], chosen), f"layer {layer}"
-    assert_close(runner.score([tokens], chunk_size=41)[0], reference.logits, what="in chunks of 41")
+    assert_close(runner.score([tokens], chunk_size=41)[0], required(reference.logits), what="in chunks of 41")
 
 
 RATIOS = (1, 2, 4, 8, 16, 128)
@@ -162,8 +163,8 @@ def test_any_branch_equals_brute_force(ratio, overlap, indexer):
     runner = small_runner(config, source)
     for chunk_size in (None, 37):
         logits, drafts = runner.score_mtp([tokens], chunk_size)
-        assert_close(logits[0], reference.logits, what=f"in chunks of {chunk_size}")
-        assert_close(drafts[0], reference.mtp_logits, what=f"MTP in chunks of {chunk_size}")
+        assert_close(logits[0], required(reference.logits), what=f"in chunks of {chunk_size}")
+        assert_close(drafts[0], required(reference.mtp_logits), what=f"MTP in chunks of {chunk_size}")
 
 
 def test_mixed_schedule_equals_brute_force():
@@ -180,10 +181,10 @@ def test_mixed_schedule_equals_brute_force():
     reference = DenseOracle(config, source)(tokens)
     assert_no_near_tie(reference)
     logits, drafts = small_runner(config, source).score_mtp([tokens, tokens[:130]], chunk_size=100)
-    assert_close(logits[0], reference.logits)
-    assert_close(logits[1], reference.logits[:130])
-    assert_close(drafts[0], reference.mtp_logits)
-    assert_close(drafts[1], reference.mtp_logits[:129])
+    assert_close(logits[0], required(reference.logits))
+    assert_close(logits[1], required(reference.logits)[:130])
+    assert_close(drafts[0], required(reference.mtp_logits))
+    assert_close(drafts[1], required(reference.mtp_logits)[:129])
 
 
 @pytest.mark.parametrize("ratio", tiered([2, 4, 16, 128], [4, 128]))
@@ -197,7 +198,7 @@ def test_every_short_length_equals_brute_force(ratio):
     near = [n for n in range(1, len(tokens) + 1) if ratio < 128 or n < 4 or n % ratio in (ratio - 2, ratio - 1, 0, 1)]
     scores = small_runner(config, source, max_num_seqs=len(near)).score([tokens[:n] for n in near])
     for n, logits in zip(near, scores, strict=True):
-        assert_close(logits, reference.logits[:n], what=f"{n} tokens")
+        assert_close(logits, required(reference.logits)[:n], what=f"{n} tokens")
 
 
 def test_another_router_equals_brute_force():
@@ -206,7 +207,7 @@ def test_another_router_equals_brute_force():
     tokens = prompt(config, 40)
     reference = DenseOracle(config, source)(tokens)
     assert_no_near_tie(reference)
-    assert_close(small_runner(config, source).score([tokens])[0], reference.logits)
+    assert_close(small_runner(config, source).score([tokens])[0], required(reference.logits))
 
 
 def test_drafts_of_short_prompts():
@@ -218,7 +219,7 @@ def test_drafts_of_short_prompts():
     _, drafts = small_runner(config, source).score_mtp([tokens[:n] for n in (1, 2, 3, 30)])
     assert [len(rows) for rows in drafts] == [0, 1, 2, 29]
     for rows in drafts:
-        assert_close(rows, reference.mtp_logits[: len(rows)])
+        assert_close(rows, required(reference.mtp_logits)[: len(rows)])
 
 
 def test_what_transformers_saves_loads(tmp_path):
@@ -230,4 +231,4 @@ def test_what_transformers_saves_loads(tmp_path):
     prompt = torch.randint(config.vocab_size, (77,)).tolist()
     expected = oracle(prompt).logits
     assert not runner.has_mtp  # transformers drops it
-    assert (runner.score([prompt])[0] - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (runner.score([prompt])[0] - expected).abs().max() <= 1e-4 * required(expected).abs().max()

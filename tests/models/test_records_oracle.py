@@ -25,6 +25,7 @@ from tests.support.oracle_transformers import TransformersOracle
 from tests.support.oracle_v32 import TransformersV32Oracle
 from tests.support.oracle_v41 import V41Oracle
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
+from tests.support.typed import required
 from tests.support.v32_cases import small
 
 LENGTH, CHUNK = 61, 23
@@ -103,23 +104,23 @@ def test_records_are_what_transformers_chooses(case):
     layers = list(range(len(model.model.layers)))
     logits, found = record(case.runner, case.tokens, routes=True, selections=True, hidden_states=layers)
     assert_close(logits, output.logits[0])
-    assert found.token_ids.tolist() == case.tokens
+    assert required(found.token_ids).tolist() == case.tokens
     assert found.route_layers == tuple(routes)
     assert found.selection_layers == tuple(entries)
     experts, count = case.config.n_routed_experts, LENGTH // case.config.layers[found.selection_layers[0]].ratio
     for column, (ids, weights) in enumerate(routes.values()):
-        assert torch.equal(one_hot(found.experts[:, column], experts), one_hot(ids, experts))
+        assert torch.equal(one_hot(required(found.experts)[:, column], experts), one_hot(ids, experts))
         mine = torch.zeros(LENGTH, experts).scatter_(
-            1, found.experts[:, column].long(), found.expert_weights[:, column]
+            1, required(found.experts)[:, column].long(), required(found.expert_weights)[:, column]
         )
         assert_close(mine, torch.zeros(LENGTH, experts).scatter_(1, ids, weights))
     for column, ids in enumerate(entries.values()):
         visible = torch.arange(1, LENGTH + 1).unsqueeze(1) * count // LENGTH if case.name == "v3.2" else None
         ids = ids if visible is None else torch.where(ids < visible, ids, -1)  # V3.2's causal mask comes after it
-        assert torch.equal(one_hot(found.selections[:, column], count), one_hot(ids, count))
+        assert torch.equal(one_hot(required(found.selections)[:, column], count), one_hot(ids, count))
     for column in range(len(layers) - 1):  # the last of transformers' is normed
         states = output.hidden_states[column + 1][0]
-        assert_close(found.hidden_states[:, column].flatten(1), states.flatten(1), what=f"layer {column}")
+        assert_close(required(found.hidden_states)[:, column].flatten(1), states.flatten(1), what=f"layer {column}")
 
 
 def test_records_are_what_the_oracle_of_v41_chooses():
@@ -128,9 +129,9 @@ def test_records_are_what_the_oracle_of_v41_chooses():
     _, found = record(case.runner, case.tokens, selections=True)
     assert [f"layers.{layer}" for layer in found.selection_layers] == list(case.oracle.chosen)
     for column, rows in enumerate(case.oracle.chosen.values()):
-        assert [[e for e in row if e >= 0] for row in found.selections[:, column].tolist()] == rows
+        assert [[e for e in row if e >= 0] for row in required(found.selections)[:, column].tolist()] == rows
     assert found.candidate_layers == (1,)
-    assert [{b for b in row if b >= 0} for row in found.candidates[:, 0].tolist()] == case.oracle.kept_blocks
+    assert [{b for b in row if b >= 0} for row in required(found.candidates)[:, 0].tolist()] == case.oracle.kept_blocks
 
 
 def other_choices(case: Case, records: TokenRecords, seed: int) -> TokenRecords:
@@ -140,12 +141,12 @@ def other_choices(case: Case, records: TokenRecords, seed: int) -> TokenRecords:
     def draw(count: int, k: int) -> list[int]:
         return torch.randperm(count, generator=generator)[:k].tolist()
 
-    k = records.experts.shape[2]
+    k = required(records.experts).shape[2]
     experts = [[draw(case.config.n_routed_experts, k) for _ in records.route_layers] for _ in range(LENGTH)]
-    selections = torch.full_like(records.selections, -1)
+    selections = torch.full_like(required(records.selections), -1)
     for column, layer in enumerate(records.selection_layers):
         for t in range(LENGTH):
-            chosen = draw((t + 1) // case.config.layers[layer].ratio, records.selections.shape[2])
+            chosen = draw((t + 1) // case.config.layers[layer].ratio, required(records.selections).shape[2])
             selections[t, column, : len(chosen)] = torch.tensor(chosen, dtype=selections.dtype)
     return replace(records, experts=torch.tensor(experts), selections=selections)
 
@@ -154,14 +155,14 @@ def forced_transformers(case: Case, given: TokenRecords) -> Tensor:
     """transformers' logits with given experts and entries."""
 
     def route(layer: int, module: torch.nn.Module, args: tuple, result: tuple) -> tuple:
-        ids = given.experts[:, given.route_layers.index(layer)].long()
+        ids = required(given.experts)[:, given.route_layers.index(layer)].long()
         activation = torch.sigmoid if case.name == "v3.2" else lambda x: torch.nn.functional.softplus(x).sqrt()
         weights = activation(result[0].float()).gather(1, ids)
         weights = weights / weights.sum(1, keepdim=True) * case.config.routed_scaling_factor
         return result[0], weights, ids
 
     def select(layer: int, module: torch.nn.Module, args: tuple, result: Tensor) -> Tensor:
-        ids = given.selections[:, given.selection_layers.index(layer)].long()
+        ids = required(given.selections)[:, given.selection_layers.index(layer)].long()
         if case.name == "v3.2":  # without a sentinel: padding names a token behind the query, which is masked later
             return torch.where(ids < 0, LENGTH - 1, ids).unsqueeze(0)
         return ids.unsqueeze(0)
@@ -180,12 +181,12 @@ class ForcedV41(V41Oracle):
 
     def select(self, layer: int, *arguments) -> list[list[int]]:
         super().select(layer, *arguments)
-        rows = self.given.selections[:, self.given.selection_layers.index(layer)].tolist()
+        rows = required(self.given.selections)[:, self.given.selection_layers.index(layer)].tolist()
         return [sorted(e for e in row if e >= 0) for row in rows]
 
     def moe(self, layer: int, x: Tensor) -> Tensor:
         rows = []
-        for t, ids in enumerate(self.given.experts[:, self.given.route_layers.index(layer)].tolist()):
+        for t, ids in enumerate(required(self.given.experts)[:, self.given.route_layers.index(layer)].tolist()):
             bias = torch.zeros(self.c["n_routed_experts"], dtype=torch.float64)
             bias[ids] = 1e6  # it chooses, and does not weigh
             self.tensor = lambda name, bias=bias: bias if name.endswith("gate.bias") else self.published(name)
@@ -206,8 +207,8 @@ def test_other_choices_give_the_oracles_logits(case):
     assert_close(logits, expected)
     assert float((logits - plain).abs().max()) > 0.01 * float(plain.abs().max())
     # what was computed with is recorded: routes in the given order, entries in ascending order
-    assert torch.equal(again.experts.long(), given.experts)
-    ascending = torch.where(given.selections < 0, 9999, given.selections).sort(2).values
+    assert torch.equal(again.experts.long(), required(given.experts))
+    ascending = torch.where(required(given.selections) < 0, 9999, given.selections).sort(2).values
     assert torch.equal(again.selections, torch.where(ascending == 9999, -1, ascending))
 
 
@@ -224,5 +225,5 @@ def test_experts_and_entries_are_replayed_independently(case, part):
     whole = case.runner.score([case.tokens], CHUNK, replay=[used])[0]
     assert torch.equal(whole, logits)  # what the other part chose, given too, changes nothing
     if part == "experts":
-        assert torch.equal(used.experts.long(), given.experts)
-        assert torch.equal(used.selections[:, 0], found.selections[:, 0]) or case.name != "v3.2"
+        assert torch.equal(used.experts.long(), required(given.experts))
+        assert torch.equal(used.selections[:, 0], required(found.selections)[:, 0]) or case.name != "v3.2"

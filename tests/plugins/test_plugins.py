@@ -23,6 +23,7 @@ from deepseek_attn.plugins import sglang, vllm
 from deepseek_attn.plugins.engine_plugin import FUNCTIONS
 from tests.plugins.engines import SGLANG, SGLANG_FILES, VLLM, VLLM_FILES, functions, write_engine
 from tests.support.oracle_flash_mla import Shape, random_pool, random_sink
+from tests.support.typed import required
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = {"vllm": vllm, "sglang": sglang}
@@ -95,7 +96,7 @@ def test_sglang_decodes_and_prefills_over_our_kernels(engine, device):
     out, _, lse = v32.forward_flashmla_sparse(q[:, 0], kv, rows, 0.1, counts)
     natural = flash_mla_api.flash_mla_sparse_fwd(q[:, 0], kv, rows[:, None], 0.1, topk_length=counts)
     assert torch.equal(out, natural[0])
-    assert (lse - natural[2] / math.log(2)).abs().max() < 1e-5  # SGLang's is to base 2
+    assert (lse - required(natural[2]) / math.log(2)).abs().max() < 1e-5  # SGLang's is to base 2
     v4 = load("sglang.srt.layers.attention.deepseek_v4_backend")
     q, sink = torch.randn(3, 1, 64, 512).bfloat16().to(device), random_sink(64, device)
     swa, compressed = pools(device)
@@ -273,7 +274,17 @@ def test_other_models_of_the_installed_vllm_attend_over_our_kernels(replaced_vll
     got = impl._fp8_flash_mla_kernel(layer, q[None], pool.k_cache[:, :, 0], pool.indices, metadata)
     schedule = flash_mla_api.get_mla_metadata()
     expected = flash_mla_api.flash_mla_with_kvcache(
-        padded(q)[None], pool.k_cache, None, None, 512, *schedule, 0.1, False, True, pool.indices, padded(sink)
+        required(padded(q))[None],
+        pool.k_cache,
+        None,
+        None,
+        512,
+        *schedule,
+        0.1,
+        False,
+        True,
+        pool.indices,
+        padded(sink),
     )
     assert torch.equal(got[0], expected[0][:, :, :16])
     assert torch.equal(got[1], expected[1][:, :16])
@@ -281,10 +292,10 @@ def test_other_models_of_the_installed_vllm_attend_over_our_kernels(replaced_vll
     lens = torch.tensor([7, 0, 3], device=device).int()
     got = impl._bf16_flash_mla_kernel(layer, q, kv, rows, lens)
     out, _, lse = flash_mla_api.flash_mla_sparse_fwd(
-        padded(q), kv.view(18, 1, 576), rows[:, None], 0.1, 512, padded(sink), lens
+        required(padded(q)), kv.view(18, 1, 576), rows[:, None], 0.1, 512, padded(sink), lens
     )
     assert torch.equal(got[0], out[:, :16])
-    assert torch.equal(got[1], lse[:, :16])
+    assert torch.equal(got[1], required(lse)[:, :16])
 
 
 def padded(heads: torch.Tensor | None) -> torch.Tensor | None:
@@ -320,13 +331,15 @@ def test_the_installed_sglang(monkeypatch, device):
         shape = SimpleNamespace(tp_q_head_num=16, head_dim=576)
         got = backend._forward_flashmla_kv(model, q, pool.k_cache, 512, 0.1, shape, metadata, pool.indices[:, 0])
         expected, _ = flash_mla_api.flash_mla_with_kvcache(
-            padded(q[:, 0])[:, None], pool.k_cache, None, None, 512, *flash_mla_api.get_mla_metadata(), 0.1, False,
-            True, pool.indices,
+            required(padded(q[:, 0]))[:, None], pool.k_cache, None, None, 512, *flash_mla_api.get_mla_metadata(), 0.1,
+            False, True, pool.indices,
         )  # fmt: skip
         assert torch.equal(got, expected[:, :, :16])
         kv, rows = torch.randn(9, 1, 576).bfloat16().to(device), torch.randint(9, (3, 7), device=device).int()
         got = backend._forward_flashmla_sparse(model, q[:, 0], kv, 512, rows, 0.1, lens)
-        expected, _, _ = flash_mla_api.flash_mla_sparse_fwd(padded(q[:, 0]), kv, rows[:, None], 0.1, topk_length=lens)
+        expected, _, _ = flash_mla_api.flash_mla_sparse_fwd(
+            required(padded(q[:, 0])), kv, rows[:, None], 0.1, topk_length=lens
+        )
         assert torch.equal(got, expected[:, :16])
     finally:
         registry.HookRegistry.reset()

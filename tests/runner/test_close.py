@@ -19,7 +19,7 @@ CLOSED = "this model was closed, and its weights and caches are freed"
 
 def runner_with_all():
     runner = small_runner(small_config([0, 4], mtp=1), max_snapshots=2, max_model_len=200, max_num_seqs=2)
-    runner.graphs = DecodeGraphs(runner.model, runner.layout, torch.device("cpu"), capture=False)
+    runner.graphs = DecodeGraphs(runner.whole_model(), runner.layout, torch.device("cpu"), capture=False)
     return runner
 
 

@@ -188,7 +188,7 @@ def test_ragged_lengths_in_one_step(monkeypatch):
 def test_padded_sizes_of_captured_steps():
     """Requests of one step have one row each or ``1 + drafts``: a graph for each number between would cost memory."""
     runner = make_runner()
-    graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 4], capture=False)
+    graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, batches=[2, 4], capture=False)
     assert graphs.supports([1, 1], 1)
     assert not graphs.supports([1, 2], 1)
     assert graphs.supports([1, 4, 2], 4)

@@ -49,7 +49,7 @@ def decided_texts(config: ModelConfig) -> list[list[int]]:
 
 
 def graphs_of(runner: ModelRunner) -> DecodeGraphs:
-    return DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 5])
+    return DecodeGraphs(runner.whole_model(), runner.layout, runner.device, batches=[2, 5])
 
 
 def decode(runner: ModelRunner, graphs: DecodeGraphs, sequences: list, counts: list[int]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from deepseek_attn.engine.stats import EngineStats
 from deepseek_attn.runner.drafting import DraftRows, DraftTokens
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import StepOptions
+from tests.support.typed import required
 
 
 class DraftedSource(RandomSource):
@@ -35,15 +36,18 @@ class DraftedSource(RandomSource):
 def draft_after(runner: ModelRunner, tokens: list[int], chunks: list[int], newest: int) -> DraftTokens:
     """Drafts after ``tokens`` and ``newest``, the tokens computed in chunks with drafts after each."""
     sequence = runner.sequence([*tokens, newest])
-    options, block = StepOptions(all_logits=True, hidden_states=True, mtp=True), runner.config.dspark.dspark_block_size
+    options = StepOptions(all_logits=True, hidden_states=True, mtp=True)
+    block, drafts = required(runner.config.dspark).dspark_block_size, None
     for n in chunks:
         output = runner.step([(sequence, n)], options)
         done = sequence.num_computed
         runner.manager.reserve([(sequence.cache, block)])
-        rows = DraftRows(sequence, done - n, output.hidden_states[0], sequence.token_ids[done - n + 1 : done + 1])
+        rows = DraftRows(
+            sequence, done - n, required(output.hidden_states)[0], sequence.token_ids[done - n + 1 : done + 1]
+        )
         drafts = runner.draft([rows], block)
     sequence.free()
-    return drafts
+    return required(drafts)
 
 
 def complete(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ FLAVOURS = ("sgl", "vllm", "upstream")
 
 @dataclass
 class Calls:
-    """What the stand-in was asked for."""
+    """Launches of the stand-in."""
 
     decode: list[dict] = field(default_factory=list)
     prefill: list[dict] = field(default_factory=list)
@@ -32,8 +33,8 @@ def install(monkeypatch, flavour: str = "sgl") -> None:
 
 
 def make(flavour: str) -> types.ModuleType:
-    """A module like ``flavour``; its ``calls`` attribute records what was launched."""
-    module = types.ModuleType("flash_mla")
+    """A module like ``flavour``; its ``calls`` attribute records the launches."""
+    module: Any = types.ModuleType("flash_mla")
     module.__version__, module.calls = "1.2.3", Calls()
 
     def get_mla_metadata(*args, **kwargs):
@@ -46,7 +47,7 @@ def make(flavour: str) -> types.ModuleType:
         extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None, **options,
     ):  # fmt: skip
         assert is_fp8_kvcache
-        caches = [(k_cache, indices, topk_length)]
+        caches: list[tuple] = [(k_cache, indices, topk_length)]
         if extra_k_cache is not None:
             assert q.shape[3] == 512, "V3.2 has no second cache"
             caches.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length))

@@ -21,28 +21,29 @@ class FakeHub:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch):
         self.cache, self.downloads = root / "hub", []
-        self._repos: dict[str, dict[str, Path]] = {}
+        self._folders: dict[str, dict[str, Path]] = {}  # by commit
+        self._revisions: dict[str, dict[str, str]] = {}  # commit of each name
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(self.cache))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
 
     def publish(self, repo_id: str, folder: Path, commit: str, revision: str = "main") -> None:
         """Puts the files of ``folder`` on the hub; ``revision`` is then this commit."""
-        self._repos.setdefault(repo_id, {}).update({commit: folder, revision: commit})
+        self._folders.setdefault(repo_id, {})[commit] = folder
+        self._revisions.setdefault(repo_id, {})[revision] = commit
 
     def snapshot_download(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        if repo_id not in self._repos:
+        if repo_id not in self._folders:
             raise RuntimeError(f"404 Client Error.\nRepository Not Found for url: {repo_id}.")
-        found = self._repos[repo_id]
-        commit = found.get(revision or "main", revision)
-        commit = revision if isinstance(commit, Path) else commit
-        source = found[commit]
+        name = revision or "main"
+        commit = self._revisions[repo_id].get(name, name)
+        source = self._folders[repo_id][commit]
         files = [file for file in sorted(os.listdir(source)) if any(fnmatch(file, p) for p in allow_patterns)]
         self.downloads.append((repo_id, files))
         for file in files:
             self.store(repo_id, source / file, commit)
         if revision != commit:
-            reference = self._folder(repo_id) / "refs" / (revision or "main")
+            reference = self._folder(repo_id) / "refs" / name
             reference.parent.mkdir(parents=True, exist_ok=True)
             reference.write_text(commit)
         return str(self._folder(repo_id) / "snapshots" / commit)

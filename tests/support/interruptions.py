@@ -11,11 +11,12 @@ import deepseek_attn
 import deepseek_attn.kernels
 import deepseek_attn.models
 import deepseek_attn.utils.turns
+from tests.support.typed import required
 
 # A trace function can raise between the end of a `with` and the release of its lock, where no signal handler can.
-EXCEPT = deepseek_attn.utils.turns.__file__
+EXCEPT = required(deepseek_attn.utils.turns.__file__)
 PACKAGES = (deepseek_attn, deepseek_attn.kernels, deepseek_attn.models)
-LIBRARY = tuple(str(Path(package.__file__).parent) for package in PACKAGES)
+LIBRARY = tuple(str(Path(required(package.__file__)).parent) for package in PACKAGES)
 
 
 class Interrupted(BaseException):

@@ -34,7 +34,7 @@ def pages_returned(runner: ModelRunner) -> Iterator[None]:
 
 def advance(runner: ModelRunner, sequence: Sequence, sizes: list[int]) -> torch.Tensor:
     """Logits of the next ``sum(sizes)`` tokens, computed in steps of these sizes."""
-    return torch.cat([runner.step([(sequence, n)], StepOptions(all_logits=True)).logits[0] for n in sizes])
+    return torch.cat([runner.step([(sequence, n)], StepOptions(all_logits=True)).rows[0] for n in sizes])
 
 
 def extend(sequence: Sequence, tokens: list[int]) -> None:

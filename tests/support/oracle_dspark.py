@@ -11,6 +11,7 @@ import torch
 from tests.support.oracle_dense import DenseOracle
 from tests.support.oracle_output import OracleOutput
 from tests.support.oracle_v41 import V41Oracle
+from tests.support.typed import required
 
 Drafted = tuple[list[int], torch.Tensor]  # drafts, and the logits of each
 
@@ -73,7 +74,7 @@ class V4Drafts(DenseOracle):
 
     def block(self, spec, streams, ids, output):
         streams = super().block(spec, streams, ids, output)
-        if not spec.is_mtp and spec.index in self.config.dspark.dspark_target_layer_ids:
+        if not spec.is_mtp and spec.index in required(self.config.dspark).dspark_target_layer_ids:
             self.targets = [*getattr(self, "targets", []), streams.mean(1)]
         return streams
 
@@ -84,7 +85,7 @@ class V4Drafts(DenseOracle):
         return self.reader(spec.name, x) if spec.is_mtp else super().attention(spec, x, output)
 
     def drafts(self, tokens: list[int], newest: int) -> Drafted:
-        dspark, self.targets = self.config.dspark, []
+        dspark, self.targets = required(self.config.dspark), []
         self(tokens)
         main = self.norm(self.linear("mtp.0.main_proj", torch.cat(self.targets, 1)), "mtp.0.main_norm")
         self.reader = BlockReader(self.config, self.__getitem__, self.norm, True, main)

@@ -136,14 +136,14 @@ def _e4m3(byte: int) -> float:
 def _little_endian(content: Tensor, size: int) -> Tensor:
     """int32 from groups of ``size`` bytes."""
     parts = content.unflatten(-1, (-1, size)).int()
-    return sum(parts[..., i] << (8 * i) for i in range(size))
+    return torch.stack([parts[..., i] << (8 * i) for i in range(size)]).sum(0, dtype=torch.int32)
 
 
 def keys_at(k_cache: Tensor, slots: Tensor) -> Tensor:
     """Float64 keys ``[len(slots), d_qk]``, from the bytes of the cache's storage."""
     n, size, device = k_cache.shape[1], k_cache.shape[3], k_cache.device
     memory = torch.empty(0, dtype=torch.uint8, device=device).set_(k_cache.untyped_storage())
-    page, offset = k_cache.storage_offset() + slots // n * k_cache.stride(0), slots % n
+    page, offset = slots // n * k_cache.stride(0) + int(k_cache.storage_offset()), slots % n
 
     def read(start: Tensor, count: int) -> Tensor:
         return memory[start[:, None] + torch.arange(count, device=device)]

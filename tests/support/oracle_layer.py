@@ -14,10 +14,12 @@ from torch import Tensor
 from deepseek_attn.cache.layout import TOKENS, WINDOW, ratio_group
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.checkpoint import CheckpointSource, read_float32
+from deepseek_attn.config import DeepseekV32Config, ModelConfig
 from deepseek_attn.layers.rope import inverse_frequencies
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.testing import relative_error
 from tests.support.report import INF
+from tests.support.typed import required
 
 BLOCK_BYTES = 256 << 20
 
@@ -83,7 +85,7 @@ class LayerOracle:
         return read_float32(self.source, name)
 
     def pool(self, kind: str) -> Pool:
-        return self.pools.get(f"layers.{self.spec.index}", kind)
+        return self.pools[f"layers.{self.spec.index}", kind]
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         return x @ self[f"{name}.weight"].T
@@ -107,6 +109,8 @@ class V4LayerOracle(LayerOracle):
 
     def __init__(self, runner: ModelRunner, index: int, source: CheckpointSource):
         super().__init__(runner, index, source)
+        assert isinstance(runner.config, ModelConfig)
+        self.config, self.spec = runner.config, runner.config.layers[index]
         self.prefix = f"layers.{index}.attn"
         self.scale = self.config.head_dim**-0.5
 
@@ -195,7 +199,8 @@ class V32LayerOracle(LayerOracle):
     def __init__(self, runner: ModelRunner, index: int, source: CheckpointSource):
         super().__init__(runner, index, source)
         self.prefix = f"model.layers.{index}.self_attn"
-        config = self.config
+        assert isinstance(runner.config, DeepseekV32Config)
+        self.config = config = runner.config
         per_head = config.qk_nope_head_dim + config.v_head_dim
         kv_b = self["kv_b_proj.weight"].view(config.num_attention_heads, per_head, config.kv_lora_rank)
         self.k_up, self.v_up = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
@@ -255,7 +260,7 @@ class V32LayerOracle(LayerOracle):
     def regret(self, x: Tensor, tokens: Tokens, selected: Tensor) -> float:
         """As `V4LayerOracle.regret`."""
         x = x.float()
-        q = self.linear("indexer.wq_b", self.latent(x)).unflatten(1, (self.config.index_n_heads, -1))
+        q = self.linear("indexer.wq_b", self.latent(x)).unflatten(1, (required(self.config.index_n_heads), -1))
         q, weights = self.rotate_first(q, tokens.positions), self.linear("indexer.weights_proj", x)
         return selection_regret(q, weights, self.pool("index"), TOKENS, tokens.positions + 1, tokens, selected)
 
@@ -277,7 +282,7 @@ def selection_regret(
     worst, rows = 0.0, (visible > chosen.shape[1]).nonzero()[:, 0]
     for t in rows[:: max(1, -(-len(rows) // most))].tolist():
         entries = torch.arange(int(visible[t]), device=q.device)
-        one = Tokens(*(part[t : t + 1] for part in tokens[:3]), tokens.tables)
+        one = Tokens(tokens.positions[t : t + 1], tokens.requests[t : t + 1], tokens.valid[t : t + 1], tokens.tables)
         keys = pool.gather(one.slots(group, pool, entries[None])[0], torch.float32)
         scores = ((q[t] @ keys.T).relu() * weights[t][:, None]).sum(0)
         best, got = scores.topk(chosen.shape[1]).values.sum(), scores[chosen[t]].sum()

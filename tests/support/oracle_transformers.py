@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from transformers import DeepseekV4ForCausalLM
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4HashRouter,
     DeepseekV4Indexer,
@@ -32,7 +32,9 @@ class TransformersOracle:
 
     def __init__(self, config: ModelConfig, source: CheckpointSource):
         self.config = config
-        self.model = DeepseekV4ForCausalLM(hf_config(config)).float().eval()
+        settings = hf_config(config)
+        assert isinstance(settings, DeepseekV4Config)
+        self.model = DeepseekV4ForCausalLM(settings).float().eval()
         state = hf_state_dict(source)
         missing, unexpected = self.model.load_state_dict(state, strict=False)
         if missing or unexpected:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from deepseek_attn.checkpoint import CheckpointSource, TensorInfo
 from deepseek_attn.config.v32 import DeepseekV32Config as Config
 from deepseek_attn.testing.transformers_layer import hf_config
 from tests.support.oracle_output import OracleOutput
+from tests.support.typed import required
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "F8_E8M0"}
 
@@ -60,7 +62,8 @@ class TransformersV32Oracle:
     def __init__(self, config: Config, source: CheckpointSource):
         sparse = config.model_type == "deepseek_v32"
         model_class = DeepseekV32ForCausalLM if sparse else DeepseekV3ForCausalLM
-        self.model = model_class(hf_config(config)).float().eval()
+        settings: Any = hf_config(config)  # its class goes with the model's
+        self.model = model_class(settings).float().eval()
         state = pack_experts(float32_weights(source), config)
         missing, unexpected = self.model.load_state_dict(state, strict=False)
         unexpected = [name for name in unexpected if sparse or ".indexer." not in name]
@@ -222,7 +225,8 @@ class NaiveOracle:
     def selected(self, x: torch.Tensor, qr: torch.Tensor, layer: int, out: OracleOutput) -> torch.Tensor:
         """Bool ``[T, T]``: which tokens a query reads."""
         config, prefix = self.config, f"model.layers.{layer}.self_attn.indexer"
-        heads, dim, rope = config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim
+        heads, dim, topk = (required(size) for size in (config.index_n_heads, config.index_head_dim, config.index_topk))
+        rope = config.qk_rope_head_dim
         q = self.linear(qr, f"{prefix}.wq_b").view(len(x), heads, dim)
         k = self.linear(x, f"{prefix}.wk")
         norm_weight, norm_bias = (self.weights[f"{prefix}.k_norm.{part}"] for part in ("weight", "bias"))
@@ -249,7 +253,7 @@ class NaiveOracle:
             scores = (products * weights[..., None]).relu().sum(1)
         else:
             scores = torch.einsum("ths,th->ts", products.relu(), weights)
-        out.choose_entries(layer, scores, torch.arange(len(x)) + 1, config.index_topk)
+        out.choose_entries(layer, scores, torch.arange(len(x)) + 1, topk)
         return out.entries[layer]
 
     # feed-forward

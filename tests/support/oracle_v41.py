@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.typed import required
+
 F64 = torch.float64
 
 
@@ -50,7 +52,7 @@ class V41Oracle:
         self.entries: dict[int, Tensor] = {}
         self.index_keys: dict[int, Tensor] = {}
         self.selection: list[list[int]] = []
-        self.kept_blocks: list[set[int]] | None = None
+        self.kept_blocks: list[set[int]] = []
         embedding = self.tensor("embed.weight")[self.tokens]
         streams = embedding.unsqueeze(1).repeat(1, c["hc_mult"], 1)
         weights = torch.zeros(len(self.tokens), c["hc_mult"], dtype=F64)
@@ -83,29 +85,10 @@ class V41Oracle:
 
     # rotary embedding
 
-    def frequencies(self, ratio: int) -> list[float]:
-        c = self.c
-        dim, theta = c["qk_rope_head_dim"], c["compress_rope_theta"] if ratio else c["rope_theta"]
-        plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
-        scaling = c.get("rope_scaling")
-        if not ratio or scaling is None:
-            return plain
-
-        def correction(n: float) -> float:
-            return (
-                dim * math.log(scaling["original_max_position_embeddings"] / (2 * math.pi * n)) / (2 * math.log(theta))
-            )
-
-        low = max(math.floor(correction(scaling["beta_fast"])), 0)
-        high = min(math.ceil(correction(scaling["beta_slow"])), dim - 1)
-        high = high + 0.001 if low == high else high
-        ramps = [min(max((i - low) / (high - low), 0), 1) for i in range(dim // 2)]
-        return [f / scaling["factor"] * r + f * (1 - r) for f, r in zip(plain, ramps, strict=True)]
-
     def rope(self, x: Tensor, position: int, ratio: int, sign: int = 1) -> Tensor:
         """Rotates the last channels of ``x [..., d]``, in pairs (2i, 2i + 1)."""
         start = x.shape[-1] - self.c["qk_rope_head_dim"]
-        angles = position * torch.tensor(self.frequencies(ratio), dtype=F64)
+        angles = position * torch.tensor(frequencies(self.c, ratio), dtype=F64)
         cos, sin = angles.cos(), angles.sin() * sign
         a, b = x[..., start::2], x[..., start + 1 :: 2]
         rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
@@ -251,7 +234,7 @@ class V41Oracle:
     def engram(self, layer: int, streams: Tensor) -> Tensor:
         c, name, m = self.c, f"layers.{layer}.engram", self.c["hc_mult"]
         table, size = self.tensor(f"{name}.embed.weight"), streams.shape[-1]
-        rows = [engram_rows(c, layer, self.ids, self.tokens, t) for t in range(len(self.tokens))]
+        rows = [engram_rows(c, layer, required(self.ids), self.tokens, t) for t in range(len(self.tokens))]
         values = torch.stack([table[row].flatten() for row in rows])
         kv = self.linear(values, f"{name}.wkv")
         key, value = kv[:, : m * size].view(-1, m, size), kv[:, m * size :]
@@ -309,6 +292,24 @@ def _gap(scores: list[float], kept: int) -> float:
     if not 0 < kept < len(scores) or scores[kept - 1] == scores[kept] == 0:
         return math.inf
     return (scores[kept - 1] - scores[kept]) / max(map(abs, scores))
+
+
+def frequencies(c: Mapping[str, Any], ratio: int) -> list[float]:
+    """Angular frequencies of a layer's RoPE, those of compressed layers scaled by YaRN."""
+    dim, theta = c["qk_rope_head_dim"], c["compress_rope_theta"] if ratio else c["rope_theta"]
+    plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    scaling = c.get("rope_scaling")
+    if not ratio or scaling is None:
+        return plain
+
+    def correction(n: float) -> float:
+        return dim * math.log(scaling["original_max_position_embeddings"] / (2 * math.pi * n)) / (2 * math.log(theta))
+
+    low = max(math.floor(correction(scaling["beta_fast"])), 0)
+    high = min(math.ceil(correction(scaling["beta_slow"])), dim - 1)
+    high = high + 0.001 if low == high else high
+    ramps = [min(max((i - low) / (high - low), 0), 1) for i in range(dim // 2)]
+    return [f / scaling["factor"] * r + f * (1 - r) for f, r in zip(plain, ramps, strict=True)]
 
 
 def engram_rows(c: Mapping[str, Any], layer: int, ids: Sequence[int], tokens: Sequence[int], t: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepseek_attn.checkpoint import CheckpointSource, read_float32
 from deepseek_attn.config.v41 import DeepseekV41Config
-from tests.support.oracle_v41 import V41Oracle, fp8, mxfp4, nvfp4
+from tests.support.oracle_v41 import V41Oracle, fp8, frequencies, mxfp4, nvfp4
 
 BF16 = torch.bfloat16
 ROUNDINGS = ("latents", "head weights", "scores", "softmax weights")
@@ -56,7 +56,7 @@ class V41Program:
         return (self.weight(name) * y).to(BF16)
 
     def rope(self, x: Tensor, positions: Tensor, ratio: int, inverse: bool = False) -> Tensor:
-        angles = positions[:, None].double() * torch.tensor(V41Oracle.frequencies(self, ratio), dtype=torch.float64)
+        angles = positions[:, None].double() * torch.tensor(frequencies(self.c, ratio), dtype=torch.float64)
         turn = torch.polar(torch.ones_like(angles), -angles if inverse else angles).to(torch.complex64)
         turn = turn.unsqueeze(1) if x.dim() == 3 else turn
         plain, last = x.tensor_split([x.shape[-1] - self.c["qk_rope_head_dim"]], -1)
@@ -72,7 +72,7 @@ class V41Program:
         pre[:, 0] = 1
         for layer in range(c["num_hidden_layers"]):
             for part, sublayer in (("attn", self.attention), ("ffn", self.moe)):
-                mixes = V41Oracle.mixes(Float32(self), layer, part, streams.float())
+                mixes = Float32(self).mixes(layer, part, streams.float())
                 x = (pre.unsqueeze(-1) * streams.float()).sum(1).to(BF16)
                 y = sublayer(layer, self.norm(x, f"layers.{layer}.{part}_norm.weight")).float()
                 pre, post, comb = mixes
@@ -164,13 +164,13 @@ class V41Program:
         return (out + self.expert(x, f"{name}.shared_experts")).to(BF16)
 
 
-class Float32:
-    """What `V41Oracle.mixes` reads of an oracle, in float32."""
+class Float32(V41Oracle):
+    """The weights of a program for `V41Oracle.mixes`, in float32."""
 
     def __init__(self, program: V41Program):
         self.c, self.tensor = program.c, program.weight
 
-    def norm(self, x: Tensor) -> Tensor:
+    def norm(self, x: Tensor, weight: str | None = None) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.c["rms_norm_eps"])
 
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.checkpoint import CheckpointSource, RandomSource
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.models.moe import Gate
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.oracle_output import OracleOutput
+from tests.support.typed import required
 
 TOLERANCE = 1e-4  # of the largest logit; float32 programs that agree differ by about 2e-6
 NEAR_TIE = 4e-6  # closer choices than this may fall differently: scores of two float32 programs differ by up to 6e-7
 
 # The widths of FP8 linears (multiples of 128) and records (64 channels without rotation), and little else.
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 128,
     "num_attention_heads": 2,
@@ -33,8 +35,10 @@ SMALL = {
     "max_position_embeddings": 4096,
 }
 
+SMALL_RUNNER: dict[str, Any] = {"max_model_len": 640, "max_num_seqs": 16, "max_num_batched_tokens": 4096}
 
-def small_config(ratios: list[int], mtp: int = 0, **changes) -> ModelConfig:
+
+def small_config(ratios: list[int], mtp: int = 0, **changes: Any) -> ModelConfig:
     """A small model with one backbone layer per entry of ``ratios``."""
     schedule = {"compress_ratios": [*ratios, *[0] * mtp], "num_nextn_predict_layers": mtp}
     hashed = {"num_hash_layers": min(SMALL["num_hash_layers"], len(ratios) - 1)}
@@ -50,12 +54,12 @@ def two_layers() -> ModelConfig:
     return ModelConfig.from_preset("tiny").replace(num_hidden_layers=2, compress_ratios=[4, 128, 0], num_hash_layers=1)
 
 
-def small_runner(config: ModelConfig, source: CheckpointSource | None = None, **options) -> ModelRunner:
-    options = {"max_model_len": 640, "max_num_seqs": 16, "max_num_batched_tokens": 4096} | options
+def small_runner(config: AnyConfig, source: CheckpointSource | None = None, **options: Any) -> ModelRunner:
+    options = SMALL_RUNNER | options
     return ModelRunner.from_source(config, source or RandomSource(config, 0), progress=False, device="cpu", **options)
 
 
-def prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
+def prompt(config: AnyConfig, length: int, seed: int = 0) -> list[int]:
     """Random tokens; prompts of one seed are prefixes of each other."""
     generator = random.Random(seed)
     return [generator.randrange(config.vocab_size) for _ in range(length)]
@@ -87,15 +91,16 @@ def recorded_choices(runner: ModelRunner) -> Iterator[OracleOutput]:
     def gate_hook(layer: int):
         def hook(module, args, result):
             experts = result[0].sort(-1).values
-            found.experts[layer] = torch.cat([found.experts.get(layer, experts[:0]), experts])
+            before = found.experts.get(layer)
+            found.experts[layer] = experts if before is None else torch.cat([before, experts])
 
         return hook
 
     def attention_hook(layer: int):
-        def hook(module, args, result):
+        def hook(module: DeepseekV4MLAAttention, args, result):
             if module.indexer is not None:
-                rows = module.topk_indices_buffer[: len(args[0])]
-                entries = torch.arange(int(module.step.positions.max() + 1) // module.spec.ratio)
+                rows = required(module.topk_indices_buffer)[: len(args[0])]
+                entries = torch.arange(int(required(module.step).positions.max() + 1) // module.spec.ratio)
                 found.entries[layer] = (rows.unsqueeze(2) == entries).any(1)
 
         return hook

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from deepseek_attn.checkpoint import RandomSource
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.checkpoint import CheckpointSource
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.models.moe import GroupLimitedGate
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
+from tests.support.small_models import small_runner
+from tests.support.typed import required
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -25,16 +29,15 @@ SMALL = {
 }
 
 
-def small(model_type: str = "deepseek_v32", **changes) -> DeepseekV32Config:
+def small(model_type: str = "deepseek_v32", **changes: Any) -> DeepseekV32Config:
     changes = SMALL | {"num_nextn_predict_layers": 0} | changes
     if model_type == "deepseek_v3":
         del changes["index_topk"]
     return ModelConfig.from_preset("tiny_v32").replace(model_type=model_type, **changes)
 
 
-def make_runner(config, source=None, **options) -> ModelRunner:
-    options = {"max_model_len": 640, "max_num_seqs": 16, "max_num_batched_tokens": 2400} | options
-    return ModelRunner.from_source(config, source or RandomSource(config, 0), progress=False, device="cpu", **options)
+def make_runner(config: AnyConfig, source: CheckpointSource | None = None, **options: Any) -> ModelRunner:
+    return small_runner(config, source, **{"max_num_batched_tokens": 2400, **options})
 
 
 class recorded:
@@ -62,5 +65,5 @@ class recorded:
 
 def chosen(layer: DeepseekV32MLAAttention, tokens: int) -> torch.Tensor:
     """Bool ``[tokens, tokens]``: which tokens each token's query reads."""
-    rows = layer.topk_indices_buffer[:tokens]
+    rows = required(layer.topk_indices_buffer)[:tokens]
     return (rows.unsqueeze(2) == torch.arange(len(rows))).any(1)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepseek_attn.checkpoint import CheckpointSource, RandomSource, read_float32
+from deepseek_attn.checkpoint import CheckpointSource, read_float32
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.oracle_v41 import V41Oracle
-from tests.support.small_models import NEAR_TIE
+from tests.support.small_models import NEAR_TIE, small_runner
 
 TOLERANCE = 1e-5  # of the largest logit
-KERNEL_WIDTHS = {
+KERNEL_WIDTHS: dict[str, Any] = {
     "hidden_size": 256, "q_lora_rank": 128, "num_attention_heads": 8, "o_lora_rank": 64, "head_dim": 512,
     "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk": 64, "candidate_topk_blocks": 20,
     "candidate_block_size": 4, "moe_intermediate_size": 128, "engram_head_dim": 64,
@@ -24,14 +25,14 @@ KERNEL_WIDTHS = {
 
 
 # One layer of each way to share entries, one of them with an Engram; the draft stage after them has a window alone.
-FOUR_LAYERS = {
+FOUR_LAYERS: dict[str, Any] = {
     "num_hidden_layers": 4, "compress_ratios": [2, 1, 1, 1, 0], "kv_source_layer_ids": [0, 1],
     "index_source_layer_ids": [0, 1, 2], "candidate_source_layer_id": 1, "engram_layer_ids": [1],
     "num_nextn_predict_layers": 1, "dspark_target_layer_ids": [0, 3],
 }  # fmt: skip
 
 
-def tiny(**changes) -> DeepseekV41Config:
+def tiny(**changes: Any) -> DeepseekV41Config:
     return ModelConfig.from_preset("tiny_v41").replace(**changes)
 
 
@@ -59,9 +60,8 @@ def shallow() -> DeepseekV41Config:
     return tiny(**FOUR_LAYERS, engram_num_embeddings=[660])
 
 
-def make_runner(config: DeepseekV41Config, source: CheckpointSource | None = None, **options) -> ModelRunner:
-    options = {"max_model_len": 320, "max_num_seqs": 16, "max_num_batched_tokens": 2048} | options
-    return ModelRunner.from_source(config, source or RandomSource(config, 0), progress=False, device="cpu", **options)
+def make_runner(config: DeepseekV41Config, source: CheckpointSource | None = None, **options: Any) -> ModelRunner:
+    return small_runner(config, source, **{"max_model_len": 320, "max_num_batched_tokens": 2048, **options})
 
 
 def oracle_of(config: DeepseekV41Config, source: CheckpointSource, official: bool = False) -> V41Oracle:

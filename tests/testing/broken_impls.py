@@ -7,6 +7,7 @@ import torch
 from deepseek_attn.impls import DeepseekV4ReferenceSparseImpl
 from deepseek_attn.kernels.attention import reference
 from deepseek_attn.v32.backends import ReferenceMLASparseImpl
+from tests.support.typed import required
 
 BROKEN_HEAD = 2
 PAGE = 64  # tokens of a window page
@@ -89,7 +90,9 @@ class StalePage(DeepseekV4ReferenceSparseImpl):
     @classmethod
     def attend_pages(cls, layer, q, keys, output):
         window, *others = keys
-        table = layer.step.swa.block_table[layer.step.token_to_req_indices[: len(q)].long()]
+        table = required(required(layer.step).swa).block_table[
+            required(layer.step).token_to_req_indices[: len(q)].long()
+        ]
         first, second = table[:, :1], table[:, 1:2]
         moved = window.indices
         if second.shape[1]:

@@ -24,6 +24,7 @@ from tests.support.oracle_dense import DenseOracle
 from tests.support.oracle_transformers import TransformersOracle
 from tests.support.oracle_v32 import TransformersV32Oracle
 from tests.support.small_models import small_config
+from tests.support.typed import required
 from tests.support.v41_cases import oracle_of
 
 V4_LAYERS = {"v4_swa_layer": 0, "v4_c4a_layer": 1, "v4_c128a_layer": 2}
@@ -101,7 +102,7 @@ def test_the_first_op_that_differs_is_named():
 def test_layer_of_v32_equals_transformers():
     fixture, (config, source) = golden.load("v32_layer"), model_of("v32")
     reference = layer_reference(config, source, 0)
-    assert config.index_topk < 40
+    assert required(config.index_topk) < 40
     golden.compare(fixture, {"output": TransformersLayer(config, source, 0)(fixture.inputs["x"])})
     x = fixture.inputs["x"].double()
     scores = reference.index_scores(x)

@@ -17,6 +17,7 @@ from deepseek_attn.testing.random_layer import NAN_BYTE
 from deepseek_attn.testing.transformers_layer import TransformersLayer
 from tests.house.test_imports import MODULES, imported_with
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path(testing_file).with_name("__main__.py")  # a program: importing it runs it
@@ -37,7 +38,9 @@ def test_the_example(capsys):
     """``python -m deepseek_attn.testing``, which README shows."""
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    found = [re.fullmatch(r"(\w+): largest difference to transformers (\S+)", line).groups() for line in lines]
+    found = [
+        required(re.fullmatch(r"(\w+): largest difference to transformers (\S+)", line)).groups() for line in lines
+    ]
     assert [kind for kind, _ in found] == ["SWA", "C4A", "C128A"]
     assert all(0 < float(difference) < 1e-5 for _, difference in found)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_attn.text.chat import build_prompt, describe_chat_format, encode_messages, parse_completion
+from tests.support.typed import untyped
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 THINK = "<think>"
@@ -448,7 +449,7 @@ def test_the_encoding_of_a_v41_checkpoint(tmp_path):
     (tmp_path / "v32").mkdir()
     (tmp_path / "v32" / "config.json").write_text(json.dumps({"model_type": "deepseek_v32"}))
     assert "DeepSeek-V3.2" in describe_chat_format(tmp_path / "v32")[1]
-    tokenizer = SpecialsOnly([BOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"])
+    tokenizer = untyped(SpecialsOnly)([BOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"])
     assert build_prompt(tokenizer, tmp_path, [HI])[0] == tokenizer.encode(encode_messages([HI]))
     with pytest.raises(ValueError, match=r"has no token for <｜System｜>"):
         build_prompt(tokenizer, tmp_path, [HI], thinking=True)
@@ -485,20 +486,20 @@ SPECIALS = [BOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]
 
 def test_build_prompt_builtin_never_runs_the_encoder_of_the_checkpoint(tmp_path):
     write_encoder(tmp_path)
-    ids, explanation = build_prompt(SpecialsOnly(SPECIALS), tmp_path, [HI], thinking=True)
+    ids, explanation = build_prompt(untyped(SpecialsOnly(SPECIALS)), tmp_path, [HI], thinking=True)
     assert ids == [0, 1, ord("h") + 100, ord("i") + 100, 2, 3]
     assert "not run" in explanation
 
 
 def test_build_prompt_refuses_another_models_tokenizer(tmp_path):
     with pytest.raises(ValueError, match=r"no token for <think>, </think>"):
-        build_prompt(SpecialsOnly(SPECIALS[:3]), tmp_path, [HI])
+        build_prompt(untyped(SpecialsOnly(SPECIALS[:3])), tmp_path, [HI])
 
 
 @pytest.mark.parametrize("template", ["file", None], ids=["jinja", "builtin"])
 def test_build_prompt_refuses_a_finished_conversation(tmp_path, template):
     write_template(tmp_path, template)
     with pytest.raises(ValueError, match="end with a user message"):
-        build_prompt(SpecialsOnly(SPECIALS), tmp_path, [HI, HELLO])
+        build_prompt(untyped(SpecialsOnly(SPECIALS)), tmp_path, [HI, HELLO])
     with pytest.raises(ValueError, match="non-empty list"):
-        build_prompt(SpecialsOnly(SPECIALS), tmp_path, [])
+        build_prompt(untyped(SpecialsOnly(SPECIALS)), tmp_path, [])

@@ -9,10 +9,11 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from deepseek_attn.data import SMALL_CHECKPOINT
-from deepseek_attn.text.chat import build_prompt, encode_messages, reply_start
+from deepseek_attn.text.chat import Version, build_prompt, encode_messages, reply_start
 from deepseek_attn.text.contents import mark_messages
 from deepseek_attn.text.reply import SYMBOLS, ReplyStart
 from deepseek_attn.text.tokenizer import Tokenizer
+from tests.support.typed import untyped
 
 BOS, USER, ASSISTANT, THINK, END_THINK = (
     "<｜begin▁of▁sentence｜>",
@@ -202,7 +203,7 @@ def test_what_a_prompt_of_the_builtin_encoding_refuses(tokenizer):
     with pytest.raises(ValueError, match="no place for documents"):
         build_prompt(tokenizer, SMALL_CHECKPOINT, user("hi"), documents=[{"text": "x"}])
     with pytest.raises(ValueError, match="tools: a object cannot be encoded"):
-        build_prompt(tokenizer, SMALL_CHECKPOINT, user("hi"), tools=[object()])
+        build_prompt(tokenizer, SMALL_CHECKPOINT, user("hi"), tools=untyped([object()]))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,8 @@ def test_the_first_checkpoints_of_v4_ask_for_the_highest_effort_in_other_words(t
         (tmp_path / name).write_bytes((SMALL_CHECKPOINT / name).read_bytes())
     (tmp_path / "encoding").mkdir()
     encoder = tmp_path / "encoding" / "encoding_dsv4.py"
-    for text, version in (("REASONING_EFFORT_MAX = ...", "V4-first"), ("x = 'Reasoning Effort: Beyond max'", "V4")):
+    texts: dict[Version, str] = {"V4-first": "REASONING_EFFORT_MAX = ...", "V4": "x = 'Reasoning Effort: Beyond max'"}
+    for version, text in texts.items():
         encoder.write_text(text)
         ids, _ = build_prompt(tokenizer, tmp_path, user("hi"), reasoning_effort="max")
         assert tokenizer.decode(ids) == encode_messages(user("hi"), version=version, reasoning_effort="max")

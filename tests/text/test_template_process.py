@@ -14,6 +14,7 @@ from deepseek_attn.text import template_process
 from deepseek_attn.text.template import plain_messages, render
 from deepseek_attn.text.template_process import TemplateProcess, render_untrusted
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 HI = [{"role": "user", "content": "hi"}]
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
@@ -157,20 +158,22 @@ def test_an_interrupted_exchange_leaves_no_reply_behind(process, monkeypatch):
 def test_a_forked_process_starts_its_own():
     """Also when it is forked while another thread waits for a reply."""
     render_untrusted(TURNS, HI)
-    pid = template_process._process._running.pid
+    pid = required(template_process._process._running).pid
     template_process._process._lock.acquire()
     child = os.fork()
     if not child:
         right = False
         try:
             signal.alarm(60)  # ends it if it hangs
-            right = render_untrusted(TURNS, HI) == "user: hi\n" and template_process._process._running.pid != pid
+            right = (
+                render_untrusted(TURNS, HI) == "user: hi\n" and required(template_process._process._running).pid != pid
+            )
         finally:
             os._exit(0 if right else 1)
     template_process._process._lock.release()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert render_untrusted(TURNS, HI) == "user: hi\n"
-    assert template_process._process._running.pid == pid
+    assert required(template_process._process._running).pid == pid
 
 
 def test_threads_get_their_own_replies(process):

@@ -20,6 +20,7 @@ from deepseek_attn import utils
 from deepseek_attn.utils.files import UNFINISHED, appearing, check_output, write_tensors, write_text
 from deepseek_attn.utils.line_files import appending
 from tests.support.interruptions import InterruptBefore
+from tests.support.typed import required
 
 TENSORS = {"a": torch.arange(3)}
 
@@ -247,7 +248,7 @@ def test_an_interruption_at_any_line_leaves_nothing_or_all(tmp_path, kind):
     name, content = ("new/a", "new/a/x") if kind == "directory" else ("a", "a")
     points, begun = interrupted_output(tmp_path / name, kind, None)
     assert (tmp_path / content).read_text() == "x\n"
-    assert begun > 10
+    assert required(begun) > 10
     for i, line in enumerate(points.lines):
         folder = tmp_path / str(i)
         folder.mkdir()

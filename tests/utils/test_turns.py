@@ -10,6 +10,7 @@ import torch
 
 from deepseek_attn.utils.turns import Turns, in_turn
 from tests.support.threads import PATIENCE, together
+from tests.support.typed import required
 
 
 class Counter:
@@ -126,7 +127,7 @@ def test_a_thread_that_waits_can_be_interrupted(counter):
         while counter.turns.last is last:  # the main thread is on its way
             pass
         while not interrupted.wait(0.01):  # a signal just before it waits is not seen
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            signal.pthread_kill(required(threading.main_thread().ident), signal.SIGINT)
         over.wait(PATIENCE)
 
     before = signal.signal(signal.SIGINT, interrupt)

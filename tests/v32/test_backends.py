@@ -26,6 +26,7 @@ from deepseek_attn.v32.backends.flashinfer_adapter import trtllm_decode
 from tests.support.oracle_v32 import NaiveOracle
 from tests.support.small_models import assert_close, prompt
 from tests.support.tiers import tiered
+from tests.support.typed import required
 from tests.support.v32_cases import make_runner, small
 
 SPEC = AttentionSpec(128, 576, 64, "fp8_v32", torch.bfloat16, qk_nope_head_dim=128)
@@ -49,7 +50,7 @@ def compute(runner, tokens, chunks, threshold=1):
         ids = torch.tensor([token for i in order for token in tokens[i][done[i] : done[i] + lens[i]]])
         everything = runner.workspace.get(((runner.workspace.nbytes(),), torch.uint8))[0]
         everything.fill_(0xFF)
-        attention_layers(runner.model)[0].topk_indices_buffer.fill_(2**31 - 1)
+        required(attention_layers(runner.model)[0].topk_indices_buffer).fill_(2**31 - 1)
         parts = runner.model.logits(runner.model(ids, step.positions, step)).split([lens[i] for i in order])
         for i, part in zip(order, parts, strict=True):
             rows[i].append(part)
@@ -77,7 +78,7 @@ def test_modes_thresholds_and_chunks_give_one_result(kv_record, fp8_mode, thresh
     for row, ids in zip(logits, tokens, strict=True):
         assert_close(row, whole.score([ids])[0], tolerance=1e-4)
         if kv_record == "plain":
-            assert_close(row, NaiveOracle(config, runner_source(config))(ids).logits)
+            assert_close(row, required(NaiveOracle(config, runner_source(config))(ids).logits))
     decodes = [(step.num_decodes, step.num_prefills) for step in steps]
     assert decodes[1] == ((3, 0) if fp8_mode == "mixed" else (2, 1))
     assert decodes[2] == ((3, 0) if fp8_mode == "mixed" or threshold == 3 else (0, 3))

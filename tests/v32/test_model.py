@@ -16,6 +16,7 @@ from deepseek_attn.testing import poison_caches
 from tests.support.oracle_v32 import NaiveOracle, Tensors, TransformersV32Oracle
 from tests.support.small_models import assert_close, assert_no_near_tie, prompt
 from tests.support.tiers import tiered
+from tests.support.typed import required
 from tests.support.v32_cases import make_runner, recorded, small
 
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 128, 129, 300)
@@ -157,13 +158,13 @@ def test_random_configs(seed):
     tokens = prompt(config, 150, seed)
     reference = NaiveOracle(config, source)(tokens)
     assert_no_near_tie(reference)
-    assert_close(TransformersV32Oracle(config, source)(tokens), reference.logits)
+    assert_close(TransformersV32Oracle(config, source)(tokens), required(reference.logits))
     runner = make_runner(config, source)
     poison_caches(runner)
-    assert_close(runner.score([tokens])[0], reference.logits)
-    assert_close(runner.score([tokens], chunk_size=37)[0], reference.logits)
+    assert_close(runner.score([tokens])[0], required(reference.logits))
+    assert_close(runner.score([tokens], chunk_size=37)[0], required(reference.logits))
     if config.mtp_layers:
-        assert_close(runner.score_mtp([tokens], chunk_size=64)[1][0], reference.mtp_logits)
+        assert_close(runner.score_mtp([tokens], chunk_size=64)[1][0], required(reference.mtp_logits))
 
 
 def test_a_selection_that_does_not_bind_is_dense_attention():
@@ -271,7 +272,7 @@ def test_truncate_goes_back_any_distance_without_computing_again(model_type, len
     assert sequence.num_computed == length
     for token in other[length:]:
         sequence.append(token)
-    logits = runner.step([(sequence, 130 - length)], StepOptions(all_logits=True)).logits[0]
+    logits = runner.step([(sequence, 130 - length)], StepOptions(all_logits=True)).rows[0]
     assert_close(logits, runner.score([tokens[:length] + other[length:]])[0][length:])
 
 
@@ -288,8 +289,8 @@ def test_forks_share_pages_until_they_write(model_type):
         parent.append(a)
         child.append(b)
     got = runner.step([(parent, 40), (child, 40)], StepOptions(all_logits=True)).logits
-    assert_close(got[0], runner.score([tokens + left])[0][100:])
-    assert_close(got[1], runner.score([tokens + right])[0][100:])
+    assert_close(required(got)[0], runner.score([tokens + left])[0][100:])
+    assert_close(required(got)[1], runner.score([tokens + right])[0][100:])
 
 
 # MTP
@@ -303,8 +304,8 @@ def test_mtp_equals_the_formulas(tiny, naive, chunk):
     logits, drafts = tiny.runner.score_mtp([tokens, tiny.prompts[1][:40]], chunk)
     assert drafts[0].shape == (149, 512)
     assert drafts[1].shape == (39, 512)
-    assert_close(logits[0], reference.logits)
-    assert_close(drafts[0], reference.mtp_logits)
+    assert_close(logits[0], required(reference.logits))
+    assert_close(drafts[0], required(reference.mtp_logits))
     assert_close(drafts[1], naive[1].mtp_logits[:39])
 
 
@@ -317,7 +318,7 @@ def test_mtp_drafts_go_on_from_their_own_states(tiny):
     meta = runner.step_metadata([sequence.cache], [20])
     states = runner.model(tokens, meta.positions, meta)
     assert torch.equal(runner.model.logits(states), runner.model.head(states))
-    meta = runner.drafter.builder.build(step_input(runner.manager, [sequence.cache], [20], 1))
+    meta = required(runner.drafter).builder.build(step_input(runner.manager, [sequence.cache], [20], 1))
     drafted = runner.model.draft_hidden_states(states, tokens.roll(-1), meta.positions, meta)
     assert drafted.shape == states.shape
     assert torch.equal(runner.model.draft_logits(drafted), runner.model.head(drafted))

@@ -16,6 +16,7 @@ from deepseek_attn.v32 import attention
 from tests.support.oracle_v32 import NaiveOracle, Tensors, float32_weights
 from tests.support.small_models import assert_close, prompt
 from tests.support.tiers import tiered
+from tests.support.typed import required
 from tests.support.v32_cases import make_runner, recorded, small
 
 
@@ -51,9 +52,9 @@ def test_quantised_numerics_round_where_they_say(model_type, numerics):
     source, tokens = RandomSource(config, 0), prompt(config, 100)
     exact, rounded = (NaiveOracle(config, source, numerics=name)(tokens) for name in ("exact", numerics))
     logits, drafts = make_runner(config, source, numerics=numerics).score_mtp([tokens])
-    assert distance(logits[0], exact.logits) > 0.05
-    assert distance(logits[0], rounded.logits) < 0.002
-    assert distance(drafts[0], rounded.mtp_logits) < 0.02
+    assert distance(logits[0], required(exact.logits)) > 0.05
+    assert distance(logits[0], required(rounded.logits)) < 0.002
+    assert distance(drafts[0], required(rounded.mtp_logits)) < 0.02
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -145,7 +146,7 @@ def test_official_means_fp8_index_keys_and_the_models_own_scales():
     v32 = make_runner(small(), numerics="official")
     assert (v32.numerics.index_record, v32.numerics.index_hadamard) == ("fp8", True)
     assert v32.numerics.pow2_activation_scales
-    raw = {k: v for k, v in small().quantization_config.items() if k != "scale_fmt"}
+    raw = {k: v for k, v in required(small().quantization_config).items() if k != "scale_fmt"}
     config = small("deepseek_v3", quantization_config=raw)
     v3 = make_runner(config, numerics="official")
     assert not v3.numerics.pow2_activation_scales
@@ -176,4 +177,4 @@ def test_a_bfloat16_model_runs(model_type, fill):
     runner = make_runner(config, dtype="bfloat16")
     tokens = prompt(config, int(150 * fill))
     assert_close(runner.score([tokens], 40)[0], runner.score([tokens])[0], tolerance=0.5)
-    assert runner.pools.get("layers.0", "latent").record.dtype == torch.bfloat16
+    assert required(runner.pools.get("layers.0", "latent")).record.dtype == torch.bfloat16

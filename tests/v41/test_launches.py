@@ -24,6 +24,7 @@ from deepseek_attn.runner.warm_up import WarmUp
 from tests.kernels.compiled_launches import CAPABILITIES
 from tests.support.small_models import prompt
 from tests.support.tiers import tiered
+from tests.support.typed import required
 from tests.support.v41_cases import tiny_for_kernels
 
 V41 = {
@@ -42,7 +43,7 @@ def trailing_prefill(runner: MetaRunner, rows: list[tuple[int, int]]) -> torch.T
     step = runner.builder.build(batch)
     step.engram = runner.tables.blank(len(step.positions)) if runner.tables is not None else {}
     plans = [SequenceRows(length - n, length, max(0, length - 11)) for n, length in rows]
-    lengths = runner.trailing.attach(step, batch, plans)
+    lengths = required(runner.trailing).attach(step, batch, plans)
     assert [part.window_starts is not None for part in step.parts()] == [False, False, True, True]
     states = runner.model(torch.zeros(len(step.positions), dtype=torch.int64, device="meta"), step.positions, step)
     assert len(states) == sum(lengths)
@@ -102,6 +103,6 @@ def test_replays_equal_eager_steps(device):
             replayed, eager = (graphs.run(caches, ids, chunks=chunks_of(rows)).logits() for graphs in both)
         assert torch.equal(replayed, eager)
         runner.graphs = None
-        ordinary = torch.cat(runner.step(rows).logits)
+        ordinary = torch.cat(required(runner.step(rows).logits))
         assert (replayed - ordinary).norm() <= 0.02 * ordinary.norm()
     assert both[0].step(StepSize(4, 1, 1024)).graph is not None

@@ -20,6 +20,7 @@ from deepseek_attn.runner.session import LayerSession
 from deepseek_attn.testing import poison_caches
 from tests.support.small_models import assert_close, prompt
 from tests.support.tiers import tiered
+from tests.support.typed import required
 from tests.support.v41_cases import TOLERANCE, assert_clear, make_runner, oracle_of, random_schedule, tiny
 
 # Around the window of 8, pairs, index_topk 6 (12 tokens of ratio 2), candidates (12 entries, blocks of 4) and pages.
@@ -133,7 +134,7 @@ def test_persistent_tensors_equal_brute_force(model):
     runner.decode_query_len = 3
     sizes = runner.model, runner.layout, runner.device, [1, 3]
     runner.graphs = DecodeGraphs(*sizes, capture=False, engram=runner.tables)
-    for rows in runner.graphs.step(StepSize(3, 3, 320)).engram.rows.values():
+    for rows in required(runner.graphs.step(StepSize(3, 3, 320)).engram).rows.values():
         rows.scales.fill_(0xFF)  # NaN
     poison_caches(runner)
     prompts = [model.prompts[0][:70], model.prompts[1][:66], model.prompts[0][:13]]

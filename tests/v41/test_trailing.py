@@ -28,6 +28,7 @@ from deepseek_attn.testing import poison_caches
 from tests.support.drafts import DraftedSource
 from tests.support.small_models import assert_close, prompt
 from tests.support.tiers import tiered
+from tests.support.typed import required
 from tests.support.v41_cases import TOLERANCE, assert_clear, make_runner, oracle_of, tiny
 
 LENGTH = 72
@@ -149,7 +150,7 @@ def test_results_at_the_end_of_a_prompt_equal_brute_force(name, rollback):
     """Prompts of as many tokens as rows are needed, and around each window's edge; then a window of decodes."""
     model = model_of(name)
     runner = model.runner(max_rollback=rollback)
-    window, rows = model.config.sliding_window, runner.trailing.rows
+    window, rows = model.config.sliding_window, required(runner.trailing).rows
     edges = {rows + above * max(window - 1, 1) + more for above in (0, 1) for more in (-1, 0, 1)} | {64, 65}
     lengths = sorted(length for length in edges if 1 <= length <= LENGTH - 3)
     for length in lengths if rollback == 0 else lengths[-3:]:
@@ -355,8 +356,8 @@ def test_allowed_tokens_beside_a_prompt_without_results():
     mask[3] = 0b100
     options = StepOptions(greedy=True, allowed=(None, bytes(mask)), ends=(72, 50), logprobs=(None, 1))
     output = runner.step([(first, 40), (second, 50)], options)
-    assert output.tokens() == [[], [26]]
-    assert [part and part.token_ids.tolist() for part in output.logprobs()] == [None, [26]]
+    assert required(output.tokens()) == [[], [26]]
+    assert [part and part.token_ids.tolist() for part in required(output.logprobs())] == [None, [26]]
 
 
 # prefixes
@@ -417,7 +418,7 @@ def test_a_snapshot_at_a_chunk_serves_long_prompts_only(more):
     """
     limits = LONG_SIZES | {"max_num_batched_tokens": 64, "max_snapshots": 8}
     runner, tokens = strict(make_runner(tiny(), **limits)), prompt(tiny(), 200, 8)
-    assert runner.trailing.rows == 37
+    assert required(runner.trailing).rows == 37
     engine, _ = generated(runner, [tokens])
     assert 64 in [64 * len(keys) for keys in kept_prefixes(engine)]
     other = tokens[:64] + prompt(tiny(), more, 9)
@@ -429,7 +430,7 @@ def test_a_snapshot_at_a_chunk_serves_long_prompts_only(more):
 
 
 def kept_prefixes(engine: Engine) -> list[list[bytes]]:
-    return [entry.keys for entry in engine.prefixes._entries.values()]
+    return [entry.keys for entry in required(engine.prefixes)._entries.values()]
 
 
 @pytest.mark.parametrize("rollback", tiered([0, 16], [16]))
@@ -444,7 +445,7 @@ def test_resume_from_a_snapshot_at_every_distance(rollback):
         snapshot = store.take(sequence.cache)
         sequence.free()
         for length in range(65, LENGTH + 1):
-            served[end, length] = runner.trailing.serves(snapshot.cache, length)
+            served[end, length] = required(runner.trailing).serves(snapshot.cache, length)
             if served[end, length]:
                 resumed = runner.sequence(model.tokens[:length], store.restore(snapshot))
                 [rows] = runner.step([(resumed, length - 64)]).rows
@@ -501,9 +502,9 @@ def test_records_and_scores_beside_other_prompts():
         n = min(60, recorded.num_pending)
         step = StepOptions(ends=(len(prompts[1]), recorded.num_computed + n), record=(None, options), last=n)
         output = runner.step([(other, min(9, other.num_pending)), (recorded, n)], step)
-        parts.append(output.records[1])
+        parts.append(required(output.records)[1])
         assert_close(output.rows[1], expected[0][recorded.num_computed - n : recorded.num_computed], 1e-4)
-    for name, values in records.arrays.items():
+    for name, values in required(records).arrays.items():
         found = torch.cat([part.arrays[name] for part in parts])
         assert_close(found.flatten(1).float(), values.flatten(1).float(), 1e-4) if values.dim() > 1 else None
     [rows] = runner.step([(other, other.num_pending)]).rows

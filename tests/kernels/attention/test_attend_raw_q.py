@@ -20,6 +20,7 @@ from tests.kernels.attention.sparse_attention_cases import (
     relative,
     skip_unless_it_runs,
 )
+from tests.support.typed import required
 
 EPS = 1e-6
 POSITIONS = 700
@@ -71,7 +72,7 @@ def test_the_reference_is_its_parts():
     q = torch.cat([x[:nope], torch.view_as_real(pairs).flatten()])
     keys = []
     for pool in pools:
-        slots = pool.indices[t, : pool.lens[t]].long()
+        slots = pool.indices[t, : required(pool.lens)[t]].long()
         slots = slots[(slots >= 0) & (slots < len(pool.pool) * pool.entries)]
         keys.append(pool.record.gather(pool.pool, pool.entries, slots, torch.float32).double())
     keys = torch.cat(keys)
@@ -110,9 +111,9 @@ def configs():
 ], ids=str)  # fmt: skip
 def test_in_float32(device, record, H, groups, norm, pow2, splits):
     with device:
-        heads, *rest = case(3, H, record, torch.float32, (9, 40), norm)
-        expected = reference.attend_raw_q(heads, *rest, groups, pow2)
-        got = op(heads, *rest, groups, pow2, Launch(16, 16, 4, 1, 64 if splits == 3 else 128, splits))
+        inputs = case(3, H, record, torch.float32, (9, 40), norm)
+        expected = reference.attend_raw_q(*inputs, groups, pow2)
+        got = op(*inputs, groups, pow2, Launch(16, 16, 4, 1, 64 if splits == 3 else 128, splits))
         check(got, expected, 4e-3)  # a value between two of e4m3 may become the other one
 
 
@@ -169,13 +170,13 @@ def test_positions_outside_the_table_are_not_rotated(gpu, at):
     """Padding tokens of a captured graph may have any position."""
     config = configs()[at]
     skip_unless_it_runs(config)
-    heads, *rest = case(9, 64)
+    heads, pools, scale, sink = case(9, 64)
     heads.positions[2:5] = torch.tensor([-1, POSITIONS, 2**40])
     still = heads._replace(cos_sin=torch.cat([torch.ones(POSITIONS, 32), torch.zeros(POSITIONS, 32)], 1))
     still.positions[2:5] = 0
-    expected = dequantized(reference.attend_raw_q(still, *rest, 8))[2:5]
+    expected = dequantized(reference.attend_raw_q(still, pools, scale, sink, 8))[2:5]
     heads.positions[2:5] = torch.tensor([-1, POSITIONS, 2**40])
-    assert relative(dequantized(op(heads, *rest, 8, config=config))[2:5], expected) <= 1.2e-2
+    assert relative(dequantized(op(heads, pools, scale, sink, 8, config=config))[2:5], expected) <= 1.2e-2
 
 
 @pytest.mark.parametrize("at", range(10))
@@ -185,7 +186,7 @@ def test_nan_stays_where_it_is(gpu, at):
     skip_unless_it_runs(config)
     heads, pools, scale, sink = case(13, 64, widths=(128, 63))
     for keys in pools:
-        keys.lens[[2, 7]] = 0
+        required(keys.lens)[[2, 7]] = 0
     expected = reference.attend_raw_q(heads, pools, scale, sink, 8)
     heads.q[[2, 7]] = NAN
     heads.q[12, 5 * 512] = INF  # all of its keys are live
@@ -209,11 +210,11 @@ def test_replayed(gpu):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = op(heads, pools, scale, sink, 8)
-    most = pools[1].lens.clone()
+    most = required(pools[1].lens).clone()
     for _ in range(3):
         heads.q.normal_()
         heads.positions.copy_(torch.randint(POSITIONS, (33,)))
-        pools[1].lens.copy_(torch.minimum(most, torch.randint(301, (33,))))
+        required(pools[1].lens).copy_(torch.minimum(most, torch.randint(301, (33,))))
         graph.replay()
         check(got, reference.attend_raw_q(heads, pools, scale, sink, 8), 1.2e-2)
         first = QuantizedRows(got.values.clone(), got.scale.clone())
@@ -225,7 +226,7 @@ def test_replayed(gpu):
 def test_no_tokens(gpu):
     heads, pools, scale, sink = case(2, 8)
     none = heads._replace(q=heads.q[:0], positions=heads.positions[:0])
-    pools = [keys._replace(indices=keys.indices[:0], lens=keys.lens[:0]) for keys in pools]
+    pools = [keys._replace(indices=keys.indices[:0], lens=required(keys.lens)[:0]) for keys in pools]
     assert op(none, pools, scale, sink, 4).values.shape == (4, 0, 1024)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.attention.reference import dequantize_and_gather_k_cache
+from tests.support.typed import untyped
 
 
 class Rows:
@@ -14,7 +15,7 @@ class Rows:
         return pool.flatten(0, 1)[slots].to(dtype)
 
 
-DIM = 3
+ROWS, DIM = untyped(Rows()), 3
 
 
 def make_cache(lengths, block_size, seed=0):
@@ -38,7 +39,7 @@ def test_gather_writes_the_last_entries_and_nothing_else(block_size, tail):
     pool, table, entries = make_cache(lengths, block_size)
     out = torch.full((4, 140, DIM), 7.0, dtype=torch.bfloat16)
     gather_lens = None if tail is None else torch.tensor([min(n, tail) for n in lengths])
-    dequantize_and_gather_k_cache(out, Rows(), pool, torch.tensor(lengths), gather_lens, table, block_size, 6)
+    dequantize_and_gather_k_cache(out, ROWS, pool, torch.tensor(lengths), gather_lens, table, block_size, 6)
     for r, n in enumerate(lengths):
         g = n if tail is None else min(n, tail)
         assert torch.equal(out[r, 6 : 6 + g], entries[r][n - g :].bfloat16())
@@ -50,7 +51,7 @@ def test_gather_into_a_strided_workspace_with_a_sliced_table():
     pool, table, entries = make_cache([9, 4], 2)
     wide = torch.cat([table, table], 1)[:, : table.shape[1]]
     arena = torch.zeros(2, 12, 2 * DIM)
-    dequantize_and_gather_k_cache(arena[:, :, :DIM], Rows(), pool, torch.tensor([9, 4]), None, wide, 2, 1)
+    dequantize_and_gather_k_cache(arena[:, :, :DIM], ROWS, pool, torch.tensor([9, 4]), None, wide, 2, 1)
     assert torch.equal(arena[0, 1:10, :DIM], entries[0])
     assert torch.equal(arena[1, 1:5, :DIM], entries[1])
     assert arena[:, :, DIM:].eq(0).all()
@@ -58,9 +59,9 @@ def test_gather_into_a_strided_workspace_with_a_sliced_table():
 
 def test_gather_nothing():
     pool, table, _ = make_cache([3], 2)
-    dequantize_and_gather_k_cache(torch.empty(0, 4, DIM), Rows(), pool, torch.tensor([]), None, table[:0], 2, 0)
+    dequantize_and_gather_k_cache(torch.empty(0, 4, DIM), ROWS, pool, torch.tensor([]), None, table[:0], 2, 0)
     out = torch.ones(1, 4, DIM)
-    dequantize_and_gather_k_cache(out, Rows(), pool, torch.tensor([3]), torch.tensor([0]), table, 2, 4)
+    dequantize_and_gather_k_cache(out, ROWS, pool, torch.tensor([3]), torch.tensor([0]), table, 2, 4)
     assert out.eq(1).all()
 
 
@@ -72,5 +73,5 @@ def test_gather_refuses(seq_len, length, offset, message):
     pool, table, _ = make_cache([3], 2)
     with pytest.raises(ValueError, match=message):
         dequantize_and_gather_k_cache(
-            torch.zeros(1, 4, DIM), Rows(), pool, torch.tensor([seq_len]), torch.tensor([length]), table, 2, offset
+            torch.zeros(1, 4, DIM), ROWS, pool, torch.tensor([seq_len]), torch.tensor([length]), table, 2, offset
         )

@@ -23,6 +23,7 @@ from deepseek_attn.kernels.common.dispatch import problem_on
 from tests.kernels.attention.sparse_attention_cases import Launch, forced
 from tests.support import fake_flash_mla
 from tests.support.report import INF, Report, on_cpu_too
+from tests.support.typed import required
 
 V4, V32 = Fp8DsMlaRecord(448, 64), Fp8DsMlaV32Record(scale_rule="pow2")
 HUGE = 2**31 - 1
@@ -106,7 +107,7 @@ def expected(inputs: Inputs) -> Result:
     T, heads, _ = inputs.q.shape
     out = torch.zeros(T, heads, 512, dtype=torch.float64, device=inputs.q.device)
     lse = torch.full((T, heads), INF, dtype=torch.float64, device=inputs.q.device)
-    rows = [(part, part.indices.tolist(), part.lens.tolist()) for part in inputs.keys]
+    rows = [(part, part.indices.tolist(), required(part.lens).tolist()) for part in inputs.keys]
     for t in range(T):
         found = []
         for part, indices, lens in rows:
@@ -154,7 +155,10 @@ def on_flashmla(inputs: Inputs) -> Result:
     q, n = inputs.q, inputs.queries
     if n == 1:
         return flash_mla.sparse_decode(q, inputs.keys, SCALE, inputs.sink)
-    keys = [k._replace(indices=k.indices.unflatten(0, (-1, n)), lens=k.lens[::n].contiguous()) for k in inputs.keys]
+    keys = [
+        k._replace(indices=k.indices.unflatten(0, (-1, n)), lens=required(k.lens)[::n].contiguous())
+        for k in inputs.keys
+    ]
     out, lse = flash_mla.sparse_decode(q.unflatten(0, (-1, n)), keys, SCALE, inputs.sink)
     return out.flatten(0, 1), lse.flatten(0, 1)
 
@@ -310,12 +314,12 @@ def test_rows(report: Report, place, dim, name, case):
 def mistakes(inputs: Inputs) -> dict[str, Inputs]:
     """Inputs of which one query reads something else."""
     keys, last = inputs.keys[-1], inputs.q.shape[0] - 1
-    valid = [i for i in keys.indices[last, : int(keys.lens[last])].tolist() if i >= 0]
+    valid = [i for i in keys.indices[last, : int(required(keys.lens)[last])].tolist() if i >= 0]
 
     def with_(**changes) -> Inputs:
         return inputs._replace(keys=[*inputs.keys[:-1], keys._replace(**changes)])
 
-    other, shorter, longer = keys.indices.clone(), keys.lens.clone(), keys.lens.clone()
+    other, shorter, longer = keys.indices.clone(), required(keys.lens).clone(), required(keys.lens).clone()
     other[last, keys.indices[last].tolist().index(valid[0])] = valid[1]
     shorter[last] -= 1
     empty = int((keys.lens == 0).nonzero()[0])

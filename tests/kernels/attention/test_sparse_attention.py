@@ -1,6 +1,7 @@
 """Sparse attention with a sink against a loop over queries in float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ import deepseek_attn.kernels.attention as kernels
 import deepseek_attn.kernels.attention.reference as module
 from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
+from tests.support.typed import untyped
 
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
-TOLERANCE = {
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2},
 }
@@ -25,6 +27,9 @@ class Rows:
     def gather(self, pool, n, slots, dtype):
         rows = pool.flatten(0, 1)[slots.clamp(min=0)].to(dtype)
         return torch.where((slots >= 0)[..., None], rows, 0)
+
+
+ROWS = untyped(Rows())
 
 
 def oracle(q, keys_of, scale, sink, d_v):
@@ -212,7 +217,7 @@ def make_pools(T, d, sizes, seed=0):
         pool.view(-1, d)[live] = torch.randn(len(live), d, generator=generator)
         indices = live[torch.randint(0, len(live), (T, K), generator=generator)].int()
         lens = torch.randint(0, K + 1, (T,), generator=generator).int()
-        pools.append(PagedKeys(Rows(), pool, n, poison(indices, lens, pages * n), lens))
+        pools.append(PagedKeys(ROWS, pool, n, poison(indices, lens, pages * n), lens))
     return pools
 
 
@@ -260,7 +265,7 @@ def test_paged_pool_of_nothing_but_nan_is_not_read():
 def test_paged_equals_plain():
     q, kv, indices, lens, sink = make(13, 2, 16, 60, 33)
     indices = poison(indices, lens, 60)
-    pools = [PagedKeys(Rows(), kv.view(12, 5, 16), 5, indices, lens)]
+    pools = [PagedKeys(ROWS, kv.view(12, 5, 16), 5, indices, lens)]
     torch.testing.assert_close(
         sparse_attention_paged(q, pools, 0.25, sink), sparse_attention(q, kv, indices, 0.25, sink, lens)
     )
@@ -276,7 +281,7 @@ def test_the_public_ops_pass_every_argument_on_and_write_to_out():
     q, kv, indices, lens, sink = make(13, 2, 16, 60, 33)
     indices = poison(indices, lens, 60)
     expected = sparse_attention(q, kv, indices, 0.25, sink, lens, 12)
-    keys = [PagedKeys(Rows(), kv.view(12, 5, 16), 5, indices, lens)]
+    keys = [PagedKeys(ROWS, kv.view(12, 5, 16), 5, indices, lens)]
     calls = {
         "rows": lambda out: kernels.sparse_attention(q, kv, indices, 0.25, sink, lens, 12, out, torch.empty(13, 2)),
         "pages": lambda out: kernels.sparse_attention_paged(q, keys, 0.25, sink, 12, out),

@@ -20,6 +20,7 @@ from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus, ptxas_report
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 V4 = Fp8DsMlaRecord(448, 64)
@@ -87,7 +88,7 @@ RAW_Q["many splits"] = (1, 64, (128, 8192))
 @pytest.mark.parametrize(("arch", "shape"), on_gpus(RAW_Q, ["32 of 64 heads"]))
 def test_attention_of_raw_q_compiles(arch, shape):
     found = compiled_ops(arch, lambda: attend_raw(*RAW_Q[shape]))
-    last = found.get("attention_combine_kernel", found.get("attend_hopper_kernel"))[0]
+    last = required(found.get("attention_combine_kernel", found.get("attend_hopper_kernel")))[0]
     assert ("e4m3x2" in last.asm["ptx"]) == (arch != "sm80")
 
 
@@ -95,7 +96,7 @@ def products_overlap(kernel, folder):
     """With fewer registers for some warps ptxas would wait for every product, and say so; or spill keys in flight."""
     said = ptxas_report(kernel, folder)
     assert "serialized" not in said
-    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) < 200  # per thread
+    assert int(required(re.search(r"(\d+) bytes spill stores", said))[1]) < 200  # per thread
 
 
 def test_raw_q_on_hopper(tmp_path):

@@ -26,6 +26,7 @@ from tests.kernels.attention.sparse_attention_cases import (
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.attention.attend import sparse_attention, sparse_attention_paged
+from tests.support.typed import required
 
 
 def paged(q, pools, sink, config=None, **options):
@@ -77,7 +78,7 @@ def test_every_configuration_gives_the_same(gpu, config):
     expected = paged_reference(q, pools, sink)
     for _ in range(5):
         check(paged(q, pools, sink, config=config), expected, LIMIT[q.dtype])
-    counted = [torch.arange(keys.indices.shape[1]) < keys.lens[:, None] for keys in pools]
+    counted = [torch.arange(keys.indices.shape[1]) < required(keys.lens)[:, None] for keys in pools]
     without = [
         keys._replace(indices=torch.where(counts, keys.indices, -1), lens=None)
         for keys, counts in zip(pools, counted, strict=True)
@@ -93,7 +94,7 @@ def test_nan_in_queries_without_keys_is_not_seen(gpu, config):
     pools = [make_pool(V4, 13, 128, 64, 31), make_pool(V4, 13, 63, 2, 99)]
     expected = paged_reference(q, pools, sink)
     for keys in pools:
-        keys.lens[[2, 7]] = 0
+        required(keys.lens)[[2, 7]] = 0
     q[[2, 7]] = NAN
     out, lse = paged(q, pools, sink, config=config)
     assert out[[2, 7]].eq(0).all()
@@ -365,7 +366,8 @@ def test_graph_replays_with_other_lengths_indices_and_queries(gpu, T, H):
             other = make_pool(keys.record, T, keys.indices.shape[1], keys.entries, keys.pool.shape[0])
             keys.pool.copy_(other.pool)
             keys.indices.copy_(other.indices)
-            keys.lens.copy_(other.lens if round_ else torch.zeros_like(keys.lens))
+            lens = required(other.lens)
+            required(keys.lens).copy_(lens if round_ else torch.zeros_like(lens))
         q.normal_()
         graph.replay()
         check(got, paged_reference(q, pools, sink), LIMIT[q.dtype])

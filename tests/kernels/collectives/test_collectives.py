@@ -34,7 +34,7 @@ def ranks_of(
 def expected(op: str, parts: list[torch.Tensor], rank: int) -> torch.Tensor:
     if op == "all_gather":
         return torch.cat(parts)
-    total = sum(part.double() for part in parts).to(parts[0].dtype)
+    total = torch.stack(parts).double().sum(0).to(parts[0].dtype)
     return total if op == "all_reduce" else total.chunk(len(parts))[rank]
 
 

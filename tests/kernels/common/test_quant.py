@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.common import quant
+from tests.support.typed import required
 
 MAX_FLOAT = 3.4028234663852886e38
 
@@ -345,13 +346,13 @@ def test_row_exponents():
     weight = torch.randint(256, (3, 5, 64), dtype=torch.uint8)
     scale = torch.randint(115, 127, (3, 5, 4), dtype=torch.uint8)
     scale[0, 0, :2] = torch.tensor([115, 126])
-    exponent, kept = quant.row_exponents(weight, scale)
+    exponent, kept = required(quant.row_exponents(weight, scale))
     assert torch.equal(exponent, scale.amax(-1))
     assert torch.equal(kept, scale)
     weight[0, 0, 16:32] = torch.tensor([0x80, 0x08] * 8)  # zeros of either sign
     for byte in (0, 254):
         scale[0, 0, 1] = byte
-        _, kept = quant.row_exponents(weight, scale)
+        _, kept = required(quant.row_exponents(weight, scale))
         assert torch.equal(quant.dequantize_fp4(weight[0], kept[0]), quant.dequantize_fp4(weight[0], scale[0]))
         assert int(kept[0, 0].amax()) - int(kept[0, 0].amin()) <= quant.ROW_SPAN
     for byte in (255, 114):
@@ -363,6 +364,6 @@ def test_row_exponents():
 
 def test_row_exponents_of_tiny_rows():
     weight, scale = torch.full((2, 16), 0x11, dtype=torch.uint8), torch.tensor([[3], [0]], dtype=torch.uint8)
-    exponent, kept = quant.row_exponents(weight, scale)
+    exponent, kept = required(quant.row_exponents(weight, scale))
     assert exponent.tolist() == [quant.ROW_SMALLEST] * 2  # a float32 that far below them would be subnormal
     assert torch.equal(kept, scale)

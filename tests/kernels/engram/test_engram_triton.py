@@ -33,7 +33,7 @@ def all_rows(tokens, n, columns, device=None):
 
 @pytest.mark.usefixtures("triton_device")
 @pytest.mark.parametrize("shape", [(5, 3, 96), (1, 24, 256), (11, 2, 32)], ids=str)
-def test_rows_are_dequantised(device, shape):
+def test_rows_are_dequantised(device, shape: tuple[int, int, int]):
     rows = all_rows(*shape, device)
     got = engram.dequantize_rows(rows, torch.float32)
     assert torch.equal(got.nan_to_num(7e9), reference.dequantize_rows(rows, torch.float32).nan_to_num(7e9))
@@ -44,7 +44,7 @@ def test_rows_are_dequantised(device, shape):
 
 @pytest.mark.usefixtures("triton_device")
 @pytest.mark.parametrize("shape", [(65, 3, 72), (1, 4, 5120), (9, 1, 64)], ids=str)
-def test_the_gate(device, shape):
+def test_the_gate(device, shape: tuple[int, int, int]):
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     streams, kv, q, k = make(*shape, dtype, device)
     kv[0, : shape[2]] = 0

@@ -13,6 +13,7 @@ from deepseek_attn.kernels.common.device import gpu as gpu_facts
 from deepseek_attn.kernels.hyper_connection import hyper_connection_triton, launch
 from deepseek_attn.kernels.hyper_connection.plan import StreamsProblem, plan
 from tests.kernels.compiled_launches import ONE, compiled_ops, on_gpus, ptxas_report
+from tests.support.typed import required
 
 NAN = float("nan")
 NUMBERS = (1e-20, 1e-6, 20)
@@ -71,7 +72,7 @@ def check(got, expected, dtype):
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("shape", [(4, 100), (3, 72), (1, 64)], ids=str)
 @pytest.mark.parametrize("T", [1, 3, 17])
-def test_delayed_in_triton(hc, monkeypatch, device, T, shape):
+def test_delayed_in_triton(hc, monkeypatch, device, T, shape: tuple[int, int]):
     """Of streams and of an output that updates them; memory that is not written is not read."""
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     output, pre, connection = make(T, *shape, dtype, device)
@@ -99,7 +100,7 @@ def test_partial_sums_are_added_up(hc, device, T, splits):
     sums = memory[:splits]
     sums[:] = whole / splits
     next_pre = torch.empty_like(pre)
-    made = plan(StreamsProblem(*streams.shape), gpu_facts(streams.device))
+    made = plan(StreamsProblem(T, 4, 64), gpu_facts(streams.device))
     got = hc.collapse(made, streams, sums, connection, pre, next_pre)
     check([*got, next_pre], reference.hc_delayed(streams, pre, connection), torch.float32)
 
@@ -130,7 +131,7 @@ def test_no_tokens_and_bad_arguments(hc, device):
     for words, call in {
         r"contiguous float32 \[3, 4\], got float32 \[2, 4\]": lambda: hc.hc_delayed(output, pre[:2], connection),
         r"the norm's weight must be float32 \[32\]": lambda: hc.hc_collapse(
-            output.streams, pre, 1e-20, connection.norm[:3]
+            output.streams, pre, 1e-20, required(connection.norm)[:3]
         ),
         r"y must be": lambda: hc.hc_delayed(output._replace(y=output.y[:2]), pre, connection),
     }.items():

@@ -14,6 +14,7 @@ from deepseek_attn.kernels.hyper_connection import launch as hc
 from deepseek_attn.kernels.hyper_connection.plan import MANY_TOKENS
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import ONE, compiled_ops, on_gpus, ptxas_report
+from tests.support.typed import required
 
 NAN = float("nan")
 LIMIT = {torch.bfloat16: 3e-3, torch.float32: 1e-5}
@@ -47,7 +48,7 @@ SHAPES = {"V4": (4, 4096), "odd": (4, 100), "three": (3, 72), "one": (1, 64)}
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
 @pytest.mark.parametrize("T", [1, 17, 600])
-def test_every_op(gpu, T, dtype, shape):
+def test_every_op(gpu, T, dtype, shape: tuple[int, int]):
     (y, streams, post, comb), pre = make(T, *shape, dtype)
     m = shape[0]
     check(hc.hc_pre(streams, pre), reference.hc_pre(streams, pre), dtype)
@@ -116,7 +117,7 @@ def test_no_tokens_and_strides(gpu):
 
 
 @pytest.mark.parametrize(("T", "shape"), [(1, (3, 72)), (33, (3, 72)), (MANY_TOKENS + 1, (4, 96))])
-def test_memory_that_is_not_written_is_not_read(gpu, monkeypatch, T, shape):
+def test_memory_that_is_not_written_is_not_read(gpu, monkeypatch, T, shape: tuple[int, int]):
     """Partial sums of tiles that are not full, and of channels past the last one."""
     (y, streams, post, comb), pre = make(T, *shape, torch.bfloat16)
     expected = hc.hc_post_pre(y, streams, post, comb, pre)
@@ -133,7 +134,7 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"fn of 4 streams must be contiguous float32 \[24, 128\]"):
         hc.hc_pre(streams, pre._replace(fn=pre.fn[:4]))
     with pytest.raises(ValueError, match=r"the norm's weight must be float32 \[32\]"):
-        hc.hc_pre(streams, pre._replace(norm=pre.norm[:5]))
+        hc.hc_pre(streams, pre._replace(norm=required(pre.norm)[:5]))
     with pytest.raises(ValueError, match=r"y must be"):
         hc.hc_post(y[:2], streams, post, comb)
     with pytest.raises(ValueError, match="must be contiguous float32"):

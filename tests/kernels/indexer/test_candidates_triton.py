@@ -43,7 +43,7 @@ def make_batch(fmt, device, lens=(301, 0, 70, 128), new=(3, 1, 2, 4), H=5, **opt
 
 def kept_by_reference(batch, k, size, count):
     kept = torch.full((len(batch.q), count), HUGE, dtype=torch.int32, device=batch.q.device)
-    reference.index_select(*batch.args(), k, candidates=CandidateBlocks(size, kept, fill=True))
+    reference.index_select(*batch.args(), k=k, candidates=CandidateBlocks(size, kept, fill=True))
     return kept
 
 

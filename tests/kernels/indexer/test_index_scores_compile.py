@@ -1,6 +1,7 @@
 """The kernels of index scores compile for every GPU generation, on any machine; which of them runs."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_which_scores_eight_tokens_at_a_time():
 
 
 def test_which_scores_of_decode_steps_are_computed_on_tensor_cores():
-    kernel, decode = "index_scores_decode_hopper_kernel", {"T": 9, "B": 8, "width": 32768}
+    kernel, decode = "index_scores_decode_hopper_kernel", dict[str, Any](T=9, B=8, width=32768)
     assert chosen(**decode).kernel == chosen(key_format="fp4", T=9, width=64).kernel == kernel
     assert chosen(T=8, B=8, width=8192).kernel == chosen(T=64, B=64, width=4096).kernel == kernel
     others = [{"key_format": "plain"}, {"H": 32}, {"dim": 64}, {"B": 1}, {"width": 8128}, {"aligned": False}]

@@ -36,6 +36,7 @@ from deepseek_attn.kernels.insert import (
 )
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus, target_of
 from tests.kernels.insert.test_insert_latents import LAYERS, make
+from tests.support.typed import untyped
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
 
@@ -49,13 +50,13 @@ def compiled(kernel, kinds, constants, arch, warps=4):
     return triton.compile(source, target=target_of(arch), options={"num_warps": warps, "enable_fp_fusion": True}).asm
 
 
-HEADS = norm_rope_triton.HeadArguments("*bf16", "*fp32", "*i64", "*bf16", "fp32", *6 * ("i32",))
+HEADS = untyped(norm_rope_triton.HeadArguments)("*bf16", "*fp32", "*i64", "*bf16", "fp32", *6 * ("i32",))
 HEAD_SHAPE = norm_rope_triton.HeadShape(512, 64, 512, 4)
 
 
 def index_args(fmt):
     out = "*bf16" if fmt == "plain" else "*u8"
-    return IndexQueryArgs("*bf16", "*fp32", "*fp32", "*i64", out, "*fp32", "fp32", "i32", "i32", "i32")
+    return untyped(IndexQueryArgs)("*bf16", "*fp32", "*fp32", "*i64", out, "*fp32", "fp32", "i32", "i32", "i32")
 
 
 def index_shape(fmt, native):
@@ -94,9 +95,10 @@ def compressor(record, ratio, overlap=False, hadamard=False):
 
 
 def batch_of(ratio, overlap=False, max_query_len=3):
-    int32 = [of(n, dtype=torch.int32) for n in (3, 2, 1, 1)]
+    requests, starts, lens, pages = (of(n, dtype=torch.int32) for n in (3, 2, 1, 1))
     rows = ratio * (1 + overlap) + 16
-    return CompressBatch(ratio, overlap, rows, SLOTS, *int32, SLOTS, of(3, dtype=torch.bool), max_query_len)
+    valid = of(3, dtype=torch.bool)
+    return CompressBatch(ratio, overlap, rows, SLOTS, requests, starts, lens, pages, SLOTS, valid, max_query_len)
 
 
 # ratio, record of index keys, prompts

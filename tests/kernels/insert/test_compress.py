@@ -263,7 +263,7 @@ def shared_windows(op, monkeypatch):
     "op", [pytest.param("triton", marks=pytest.mark.triton)], indirect=True
 )  # torch has no programs
 @pytest.mark.parametrize("kind", [(128, False), (16, True)], ids=["C128A", "C16_overlap"])
-def test_windows_that_programs_share(shared_windows, op, device, kind):
+def test_windows_that_programs_share(shared_windows, op, device, kind: tuple[int, bool]):
     """Every cut gives the same bits, and entries as one softmax over the window does."""
     pools = []
     for steps in ([[180, 130]], [[127, 128], [1, 1], [1, 1], [51, 0]], [[60, 3]] * 3 + [[0, 121]]):

@@ -10,6 +10,7 @@ from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.kernels.common.quant import QuantizedRows, quantize_fp8
 from deepseek_attn.kernels.insert import CacheRows, LatentTokens, reference
 from deepseek_attn.kernels.insert.types import IndexKeyRows
+from tests.support.typed import required
 
 NAN, INF = float("nan"), float("inf")
 EPS, INDEX_EPS, POSITIONS, PAGE = 1e-6, 1e-3, 90, 4
@@ -53,7 +54,7 @@ def make(layer, dtype, device, T=9):
     angles = torch.rand(POSITIONS, rope // 2, device=device) * 6
     slots = torch.randperm(3 * T)[:T].to(device)
     slots[2::4] = -1
-    weights = [torch.randn(n).mul(torch.logspace(-4, 2, n)).to(device) for n in (lora, rank)]
+    q_norm, kv_norm = (torch.randn(n).mul(torch.logspace(-4, 2, n)).to(device) for n in (lora, rank))
     cache = CacheRows(record, empty_pool(record, T, device), PAGE, slots)
     index = None
     if key:
@@ -63,7 +64,7 @@ def make(layer, dtype, device, T=9):
         )
     table = torch.cat([angles.cos(), angles.sin()], 1)
     positions = torch.randint(POSITIONS, (T,), device=device)
-    return LatentTokens(qr, kv, *weights, EPS, table, positions, cache, index)
+    return LatentTokens(qr, kv, q_norm, kv_norm, EPS, table, positions, cache, index)
 
 
 def rotated(y, pairs, table, position, dtype):
@@ -126,8 +127,8 @@ def test_rows_and_what_is_read_back(insert, device, layer, dtype):
                 continue
             found = cache.record.gather(cache.pool, PAGE, cache.slots[t : t + 1], torch.float32)[0].cpu().double()
             coarse = LIMIT[dtype] + (LIMIT[torch.bfloat16] if cache.record.dtype != torch.float32 else 0)
-            allowed = coarse * wanted.double().abs().amax() + code_step(cache.record, wanted)
-            assert ((found - wanted.double()).abs() <= allowed).all()
+            allowed = coarse * required(wanted).double().abs().amax() + code_step(cache.record, wanted)
+            assert ((found - required(wanted).double()).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -145,19 +146,19 @@ def test_stored_bytes_are_the_record_of_the_rows(insert, device, layer):
         values = rows.record.gather(rows.pool, PAGE, rows.slots, torch.float32)
         cache.record.insert(expected, PAGE, cache.slots, values)
         assert torch.equal(cache.pool, expected)
-        assert cache.pool._base[:, cache.pool.shape[1] :].eq(0xAB).all(), "between pages"
-        assert cache.pool._base[0].eq(0xAB).all(), "before the first page"
+        assert required(cache.pool._base)[:, cache.pool.shape[1] :].eq(0xAB).all(), "between pages"
+        assert required(cache.pool._base)[0].eq(0xAB).all(), "before the first page"
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("layer", ["V3.2", "pow2", "official", "plain"])
 def test_values_that_are_not_finite_stay_visible(insert, device, layer, bad):
     tokens = make(layer, torch.bfloat16, device)
-    tokens.kv[3, 5], tokens.kv[4, -1], tokens.index.k[5, 7], tokens.qr[7, 0] = bad, bad, bad, bad
+    tokens.kv[3, 5], tokens.kv[4, -1], required(tokens.index).k[5, 7], tokens.qr[7, 0] = bad, bad, bad, bad
     qr = insert(tokens)
     assert not qr[7].isfinite().all()
     assert qr[torch.arange(9, device=device) != 7].isfinite().all()
-    for cache, hurt in ((tokens.cache, (3, 4)), (tokens.index.cache, (5,))):
+    for cache, hurt in ((tokens.cache, (3, 4)), (required(tokens.index).cache, (5,))):
         stored = cache.record.gather(cache.pool, PAGE, cache.slots, torch.float32)
         for t in range(9):
             if cache.slots[t] >= 0:
@@ -189,13 +190,14 @@ def test_rows_do_not_depend_on_the_batch(insert, device):
         pytest.skip("torch chooses how it sums by the number of rows there")
     tokens = make("V3.2", torch.bfloat16, device, T=300 if device.type == "cuda" else 20)
     whole = insert(tokens)
-    pools = tokens.cache.pool.clone(), tokens.index.cache.pool.clone()
+    pools = tokens.cache.pool.clone(), required(tokens.index).cache.pool.clone()
     tokens.cache.pool.fill_(0xAB)
-    tokens.index.cache.pool.fill_(0xAB)
+    required(tokens.index).cache.pool.fill_(0xAB)
     for t in range(len(whole)):
         row = slice(t, t + 1)
-        index = tokens.index._replace(
-            k=tokens.index.k[row], cache=tokens.index.cache._replace(slots=tokens.index.cache.slots[row])
+        index = required(tokens.index)._replace(
+            k=required(tokens.index).k[row],
+            cache=required(tokens.index).cache._replace(slots=required(tokens.index).cache.slots[row]),
         )
         alone = tokens._replace(
             qr=tokens.qr[row], kv=tokens.kv[row], positions=tokens.positions[row], index=index,
@@ -203,19 +205,21 @@ def test_rows_do_not_depend_on_the_batch(insert, device):
         )  # fmt: skip
         assert torch.equal(insert(alone), whole[row])
     assert torch.equal(tokens.cache.pool, pools[0])
-    assert torch.equal(tokens.index.cache.pool, pools[1])
+    assert torch.equal(required(tokens.index).cache.pool, pools[1])
 
 
 def test_no_tokens(insert, device):
     tokens = make("V3.2", torch.bfloat16, device)
-    index = tokens.index._replace(k=tokens.index.k[:0], cache=tokens.index.cache._replace(slots=tokens.cache.slots[:0]))
+    index = required(tokens.index)._replace(
+        k=required(tokens.index).k[:0], cache=required(tokens.index).cache._replace(slots=tokens.cache.slots[:0])
+    )
     none = tokens._replace(
         qr=tokens.qr[:0], kv=tokens.kv[:0], positions=tokens.positions[:0], index=index,
         cache=tokens.cache._replace(slots=tokens.cache.slots[:0]),
     )  # fmt: skip
     assert insert(none).shape == (0, 1536)
     assert tokens.cache.pool.eq(0xAB).all()
-    assert tokens.index.cache.pool.eq(0xAB).all()
+    assert required(tokens.index).cache.pool.eq(0xAB).all()
 
 
 def test_refuses():
@@ -230,17 +234,17 @@ def test_refuses():
         "kv must be .9, 576.": good._replace(kv=torch.zeros(9, 512)),
         "slots of latents must be .9.": good._replace(cache=good.cache._replace(slots=slots)),
         "slots of index keys must be .9.": good._replace(
-            index=good.index._replace(cache=good.index.cache._replace(slots=slots))
+            index=required(good.index)._replace(cache=required(good.index).cache._replace(slots=slots))
         ),
         "plain or fp8_v32 records, got 'index_fp8'": good._replace(
             cache=good.cache._replace(record=IndexFp8Record(576))
         ),
         "a pool of 64 entries": good._replace(cache=good.cache._replace(page_entries=64)),
-        "index.bias must be .128.": good._replace(index=good.index._replace(bias=torch.ones(127))),
+        "index.bias must be .128.": good._replace(index=required(good.index)._replace(bias=torch.ones(127))),
     }
     for message, tokens in wrong.items():
         with pytest.raises(ValueError, match=message):
             insert_latents(tokens)
     odd = make("odd", torch.bfloat16, torch.device("cpu"))
     with pytest.raises(ValueError, match="a power of two of channels, got index keys of 20"):
-        insert_latents(odd._replace(index=odd.index._replace(hadamard=True)))
+        insert_latents(odd._replace(index=required(odd.index)._replace(hadamard=True)))

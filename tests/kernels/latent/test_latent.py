@@ -11,6 +11,7 @@ from deepseek_attn.kernels.common.quant import quantize_fp8
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, reference
 from deepseek_attn.kernels.latent.plan import LatentProblem, plan_absorb
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 NAN = float("nan")
 POSITIONS = 70
@@ -63,8 +64,8 @@ def make_queries(shape, dtype, device, T=9):
 
 def expected_queries(queries):
     """Float64, head by head and pair by pair."""
-    q, weight, table, positions, padded, _ = (x.double().cpu() if torch.is_tensor(x) else x for x in queries)
-    weight = reference.dequantize_weight(weight, queries.q.dtype).double().cpu()
+    q, table, positions = (x.double().cpu() for x in (queries.q, queries.cos_sin, queries.positions))
+    weight, padded = reference.dequantize_weight(queries.weight, queries.q.dtype).double().cpu(), queries.padded_heads
     (heads, nope, rank), rope = weight.shape, table.shape[1]
     out = torch.zeros(len(q), padded, rank + rope, dtype=torch.float64)
     for t in range(len(q)):
@@ -243,7 +244,7 @@ def fp8_halves(shape, device, scales=(-6, 3)):
     codes[codes % 128 == 127] = 0
     rows = codes.to(device).view(torch.float8_e4m3fn)
     grid = (heads, (nope + v) // 128, rank // 128)
-    scale = (torch.rand(grid) + 0.5) * torch.logspace(*scales, math.prod(grid)).view(grid)
+    scale = (torch.rand(grid) + 0.5) * torch.logspace(*scales, steps=math.prod(grid)).view(grid)
     scale = scale.to(device)
     return LatentWeight(rows[:, :nope], scale[:, : nope // 128]), LatentWeight(rows[:, nope:], scale[:, nope // 128 :])
 
@@ -298,7 +299,7 @@ def test_fp8_weights_give_what_plain_ones_give(ops, device, shape, dtype, T):
 def test_a_nan_of_an_fp8_weight_stays_visible(ops, device):
     values = fp8_halves("V3.2", device, (-4, -3))[1]
     values.rows.view(torch.uint8)[1, 70, 300] = 0x7F
-    values.scale[2, 0, 1] = NAN
+    required(values.scale)[2, 0, 1] = NAN
     out = ops.project_values(torch.ones(3, 3, 512, device=device).bfloat16(), values).unflatten(1, (3, 128))
     hurt = torch.zeros(3, 3, 128, dtype=torch.bool, device=device)
     hurt[:, 1, 70] = hurt[:, 2] = True
@@ -309,8 +310,8 @@ def test_refuses_fp8_weights_with_other_blocks():
     weight = fp8_halves("V3.2", "cpu")[1]
     latents = torch.zeros(2, 3, 512)
     for wrong in (
-        weight._replace(scale=weight.scale[:, :, :3]),
-        weight._replace(scale=weight.scale.double()),
+        weight._replace(scale=required(weight.scale)[:, :, :3]),
+        weight._replace(scale=required(weight.scale).double()),
         weight._replace(rows=weight.rows.view(torch.uint8)),
         LatentWeight(weight.rows[:, :100], weight.scale),
     ):

@@ -1,6 +1,7 @@
 """The grouped output projection: the reference against scalar loops, the Triton kernels compiled and run on a GPU."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from deepseek_attn.kernels.linear.linear import quantize_input
 from deepseek_attn.kernels.linear.problem import LinearDecodeTiles, LinearHopperTiles, LinearTiles
 from tests.kernels.compiled_launches import compiled_ops, on_gpus
 from tests.kernels.linear.products import ROUNDED, forced
+from tests.support.typed import required, untyped
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
@@ -68,7 +70,7 @@ def test_reference(fp8):
         torch.testing.assert_close(got[:, g * rank : (g + 1) * rank].double(), expected, rtol=1e-4, atol=2e-3)
 
 
-META = {"device": "meta"}
+META: dict[str, Any] = {"device": "meta"}
 
 
 PROJECTIONS = [(M, inputs) for M in (20, 1, 300) for inputs in ("rounded", "unrounded")]
@@ -206,14 +208,14 @@ def test_the_output_of_few_tokens_rounded_on_the_way(gpu, M, pow2):
     o, *rest = problem(M, 128, 512, 16, 1024, 64)
     o = o * torch.logspace(-6, 6, M, device=o.device)[:, None, None]
     o[M - 1, 3, 5] = NAN
-    out, rounded = grouped_linear_quantized(o.to(BF16), *rest, InputFormat(True, pow2))
+    out, rounded = grouped_linear_quantized(o.to(BF16), *rest, read=InputFormat(True, pow2))
     if torch.cuda.get_device_capability() != (9, 0):
         assert rounded is None
         return
     q, scale, _ = quantize_input(out, pow2)
-    assert torch.equal(rounded.scale.nan_to_num(7), scale.nan_to_num(7))
+    assert torch.equal(required(rounded).scale.nan_to_num(7), scale.nan_to_num(7))
     finite = scale.isfinite().repeat_interleave(128, 1)
-    assert torch.equal(rounded.values.view(torch.uint8)[finite], q.view(torch.uint8)[finite])
+    assert torch.equal(required(rounded).values.view(torch.uint8)[finite], q.view(torch.uint8)[finite])
     assert scale[M - 1].isnan().any()
 
 
@@ -226,26 +228,26 @@ def test_the_output_rounded_on_the_way(gpu, M, pow2):
     o[1], o[2, 3, 5], o[3, 9, 7] = 0, NAN, float("inf")
     weight = weight.clone()
     weight[:128] = 0
-    out, rounded = grouped_linear_quantized(o.to(BF16), weight, *rest, InputFormat(True, pow2))
+    out, rounded = grouped_linear_quantized(o.to(BF16), weight, *rest, read=InputFormat(True, pow2))
     if torch.cuda.get_device_capability() != (9, 0) or M <= 32:
         assert rounded is None
         return
     assert torch.equal(
-        out.nan_to_num(7), grouped_linear(o.to(BF16), weight, *rest, InputFormat(True, pow2)).nan_to_num(7)
+        out.nan_to_num(7), grouped_linear(o.to(BF16), weight, *rest, read=InputFormat(True, pow2)).nan_to_num(7)
     )
     q, scale, _ = quantize_input(out, pow2)
-    assert torch.equal(rounded.scale.nan_to_num(7), scale.nan_to_num(7))
+    assert torch.equal(required(rounded).scale.nan_to_num(7), scale.nan_to_num(7))
     finite = scale.isfinite().repeat_interleave(128, 1)
-    assert torch.equal(rounded.values.view(torch.uint8)[finite], q.view(torch.uint8)[finite])
+    assert torch.equal(required(rounded).values.view(torch.uint8)[finite], q.view(torch.uint8)[finite])
     assert scale[2].isnan().any()
 
 
 def test_strides_and_zero_rows(gpu):
     o, *rest = problem(20, 16, 128, 4, 128, 64)
     turned = o.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(grouped_linear(turned, *rest, ROUNDED), grouped_linear(o, *rest, ROUNDED))
+    assert torch.equal(grouped_linear(turned, *rest, read=ROUNDED), grouped_linear(o, *rest, read=ROUNDED))
     weight, scale, groups, positions, cos_sin = rest
-    assert grouped_linear(o[:0], weight, scale, groups, positions[:0], cos_sin, ROUNDED).shape == (0, 512)
+    assert grouped_linear(o[:0], weight, scale, groups, untyped(positions)[:0], cos_sin, ROUNDED).shape == (0, 512)
 
 
 @pytest.mark.parametrize("M", [1, 20, 130])
@@ -259,15 +261,15 @@ def test_fifty_launches_are_bit_identical(gpu, M):
 @pytest.mark.parametrize("M", [1, 20, 130])
 def test_replays_of_a_graph(gpu, M):
     o, *rest = problem(M, 64, 512, 8, 1024, 64)
-    grouped_linear(o, *rest, ROUNDED)
+    grouped_linear(o, *rest, read=ROUNDED)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = grouped_linear(o, *rest, ROUNDED)
+        out = grouped_linear(o, *rest, read=ROUNDED)
     for _ in range(3):
         o.copy_(torch.randn(o.shape))
         out.fill_(NAN)
         graph.replay()
-        assert relative(out, expected_linear(o, *rest, ROUNDED)) <= LIMIT[BF16]
+        assert relative(out, expected_linear(o, *rest, read=ROUNDED)) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize("M", [1, 3, 16, 17, 70, 300])
@@ -292,5 +294,5 @@ def test_heads_that_are_quantised_already(device, M, H, groups, rank):
     assert torch.equal(got, expected)
     assert (got_fp8 is None) == (expected_fp8 is None)
     if got_fp8 is not None:
-        assert torch.equal(got_fp8.values.view(torch.uint8), expected_fp8.values.view(torch.uint8))
-        assert torch.equal(got_fp8.scale, expected_fp8.scale)
+        assert torch.equal(got_fp8.values.view(torch.uint8), required(expected_fp8).values.view(torch.uint8))
+        assert torch.equal(got_fp8.scale, required(expected_fp8).scale)

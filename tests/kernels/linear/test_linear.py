@@ -1,5 +1,7 @@
 """The linear ops: the reference against scalar loops, the Triton kernels compiled everywhere and run on a GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ from deepseek_attn.kernels.linear.plan import (
 from deepseek_attn.kernels.linear.problem import LinearDecodeTiles, LinearHopperTiles, LinearTiles, LinearWeight
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus
 from tests.kernels.linear.products import H200, ROUNDED, config_of, forced, problem
+from tests.support.typed import required
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
@@ -81,7 +84,7 @@ def test_reference_of_segments():
 
 # --- every kernel compiles for every generation, on any machine ---
 
-META = {"device": "meta"}
+META: dict[str, Any] = {"device": "meta"}
 
 
 def meta_segments(K, scaled=(), plain=(), read=UNQUANTIZED, out_dtype=None):
@@ -153,10 +156,10 @@ def test_splits_are_not_empty_and_alike_for_few_tokens(K):
         weights = [rows] * bool(rows), [plain] * bool(plain)
         configs = {M: config_of(TRITON, problem(M, K, *weights)) for M in (*range(1, 33), 33, 64, 100, 4096)}
         for few in (range(1, 9), range(9, 33)):
-            assert len({(configs[M].splits, configs[M].plain_splits) for M in few}) == 1
-            assert all(configs[M].tokens >= M for M in few)
+            assert len({(required(configs[M]).splits, required(configs[M]).plain_splits) for M in few}) == 1
+            assert all(required(configs[M]).tokens >= M for M in few)
         for config in configs.values():
-            for splits, channels in ((config.splits, 128), (config.plain_splits, PLAIN_CHANNELS)):
+            for splits, channels in ((required(config).splits, 128), (required(config).plain_splits, PLAIN_CHANNELS)):
                 share = -(-K // (splits * channels))
                 assert share * (splits - 1) * channels < K, "a split without channels"
 

@@ -19,6 +19,7 @@ from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import compiled_ops, ptxas_report
 from tests.kernels.linear.products import H200, ROUNDED, config_of, problem
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 AT_ONCE = next(row for row in PRODUCTS.rows if row.config is tiles_at_once)
@@ -79,7 +80,7 @@ def test_one_group_of_a_grouped_input():
     """A rank with one of the groups: the same kernel, whether or not the input has a dimension of groups."""
     with recorded_launches(H200) as launches:
         for quantized_groups in (None, 1):
-            run(40, *LAUNCHES["wo_a, one group"], quantized_groups)
+            run(40, *LAUNCHES["wo_a, one group"], quantized_groups=quantized_groups)
     assert len(launches.variants) == 1
 
 
@@ -113,7 +114,7 @@ def test_configurations(K):
             tokens = (*range(33 if quantizes else 9, 129), 129, 256, 4096)
             configs = {M: config_of(HOPPER, wanted(M, K, rows, plain, quantizes)) for M in tokens}
             for few in (range(tokens[0], 65), range(65, 129)):
-                assert len({(configs[M].splits, configs[M].plain_splits) for M in few}) == 1
+                assert len({(required(configs[M]).splits, required(configs[M]).plain_splits) for M in few}) == 1
             for M, config in configs.items():
                 assert isinstance(config, LinearHopperTiles)
                 assert config.tokens >= min(M, 64) // (1 + quantizes)
@@ -128,7 +129,7 @@ def test_configurations_of_the_layers_that_were_measured():
 
     def chosen(M, K, rows, plain=0, quantizes=False):
         config = config_of(HOPPER, wanted(M, K, rows, plain, quantizes))
-        return config.tokens, config.rows, config.splits
+        return required(config).tokens, required(config).rows, required(config).splits
 
     assert [chosen(M, 4096, 1536) for M in (16, 32, 64, 128)] == [(16, 64, 3), (32, 64, 3), (64, 64, 3), (64, 64, 2)]
     assert [chosen(M, 4096, 1536, 1024) for M in (32, 64, 128)] == [(32, 128, 2), (64, 128, 2), (64, 128, 2)]

@@ -26,6 +26,7 @@ from deepseek_attn.kernels.moe import launch as moe
 from deepseek_attn.kernels.moe.plan import HOPPER, PRODUCTS, HopperExpertTiles
 from deepseek_attn.kernels.moe.types import ExpertsPass
 from tests.kernels.compiled_launches import compiled_ops, ptxas_report
+from tests.support.typed import of_type, required
 
 BF16, F32 = torch.bfloat16, torch.float32
 FP8_INPUT = InputFormat(fp8=True)
@@ -179,9 +180,10 @@ def test_it_compiles(tmp_path, fmt, name):
 def test_launches_beside_the_products(tokens, grouping):
     made = plan.plan_experts(problem_of(make_case(tokens, 1024, 512, 32, 6, "fp4", BF16, "meta")), H200)
     assert [choice.kernel for choice in (made.grouping, made.inputs) if choice] == grouping
-    assert (made.product.kernel, made.products.hidden.kernel) == (HOPPER, "prepare_rows_kernel")
-    assert (tokens == 10) == made.products.first.tiling.WAIT
-    assert not made.products.second.tiling.WAIT
+    assert (made.product.kernel, required(made.products.hidden).kernel) == (HOPPER, "prepare_rows_kernel")
+    products = of_type(made.products, plan.HopperProducts)
+    assert (tokens == 10) == products.first.tiling.WAIT
+    assert not products.second.tiling.WAIT
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
@@ -260,7 +262,7 @@ def test_the_same_bits_and_a_nan_in_one_token(gpu, fmt, config):
 
 def test_scales_far_apart_take_another_kernel(gpu):
     case = make_case(250, 1024, 512, 12, 3, "fp4")
-    scale = case.w1.scale.clone()
+    scale = required(case.w1.scale).clone()
     scale[:, :, 3] = 104
     case = case._replace(w1=ExpertStack(case.w1.weight, scale))
     assert PRODUCTS.choose(problem_of(case), gpu_of(case.x.device)).kernel != HOPPER

@@ -14,24 +14,32 @@ from tests.kernels.moe.moe_cases import FORMATS, make_case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+Stacks = tuple[ExpertStack, ExpertStack, ExpertStack]
 
-def empty_rows(host, rows, device=None):
+
+def of_parts(change, stack: ExpertStack) -> ExpertStack:
+    """``change`` of each tensor of a stack."""
+    return ExpertStack(change(stack.weight), *(None if part is None else change(part) for part in stack[1:]))
+
+
+def empty_rows(host: Stacks, rows, device=None) -> Stacks:
     """Stacks of ``rows`` rows of the formats of ``host``, full of NaN bytes."""
-    stacks = []
-    for stack in host:
-        parts = [None if t is None else torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device=device) for t in stack]
-        for part in parts:
-            if part is not None:
-                part.view(torch.uint8).fill_(0xFF)
-        stacks.append(ExpertStack(*parts))
-    return tuple(stacks)
+
+    def empty(part):
+        made = torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device=device)
+        made.view(torch.uint8).fill_(0xFF)
+        return made
+
+    first, gate, second = (of_parts(empty, stack) for stack in host)
+    return first, gate, second
 
 
-def make_cache(host, num_rows, others=3, filled=True, device=None):
+def make_cache(host: Stacks, num_rows, others=3, filled=True, device=None):
     """A cache of ``num_rows`` experts behind ``others`` rows of another layer; the first experts are in it."""
     E = len(host[0].weight)
     if device == "cuda":
-        host = tuple(ExpertStack(*(None if t is None else t.cpu().pin_memory() for t in stack)) for stack in host)
+        first, gate, second = (of_parts(lambda part: part.cpu().pin_memory(), stack) for stack in host)
+        host = first, gate, second
     stacks = empty_rows(host, others + num_rows + (E - num_rows), device)
     ints = {"dtype": torch.int32, "device": device}
     row, owner = torch.full((E,), -1, **ints), torch.full((num_rows,), -1, **ints)
@@ -196,11 +204,11 @@ def test_the_same_bits_as_all_experts_resident(gpu, fmt, hidden, inner, beside):
             assert (slots.outputs_ready is None) == (stream is None)
             return moe.moe_experts(x, experts, weights, *cache.device, **options, slots=slots)
 
-        inputs = [t.clone() for t in case[:3]]
-        assert torch.equal(fetched(*inputs), moe.moe_experts(*case, **options))
+        x, experts, weights = inputs = [t.clone() for t in case[:3]]
+        assert torch.equal(fetched(x, experts, weights), moe.moe_experts(*case, **options))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = fetched(*inputs)
+            out = fetched(x, experts, weights)
         for _ in range(5):
             other = make_case(T, hidden, inner, E, k, fmt)
             other.experts[0, 0] = -1

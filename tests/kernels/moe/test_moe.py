@@ -21,6 +21,7 @@ import triton.language as tl
 from deepseek_attn.kernels.moe import experts_triton as moe_kernels
 from deepseek_attn.kernels.moe import launch as moe
 from tests.kernels.compiled_launches import compiled_ops, on_gpus
+from tests.support.typed import required, untyped
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = float("nan")
@@ -134,7 +135,7 @@ def test_bad_arguments_are_named():
         (case._replace(w2=stack(4, 64, 128, "fp4")), r"contiguous \[4, 128, in\]"),
         (case._replace(w1=stack(4, 64, 128, "fp8")), r"in one format, got \['fp8', 'fp4', 'fp4'\]"),
         (
-            case._replace(w1=case.w1._replace(scale=case.w1.scale.float())),
+            case._replace(w1=case.w1._replace(scale=required(case.w1.scale).float())),
             r"scales of packed FP4 experts must be",
         ),
         (case._replace(w1=ExpertStack(case.w1.weight)), r"a stack of experts without scales must be bfloat16"),
@@ -200,11 +201,11 @@ def test_experts_of_every_format(gpu, fmt, dtype, shape):
 def test_other_inputs(gpu, fmt, fp8_input, pow2):
     for dtype in (torch.bfloat16, torch.float32):
         case = make_case(40, 384, 128, 7, 3, fmt, dtype)
-        options = {"input_format": InputFormat(fp8_input, pow2)}
+        read = InputFormat(fp8_input, pow2)
         # a scale that is no power of two moves with the largest value, and every rounding of its group with it
         # products in FP8 on some GPUs: see LIMIT of test_experts_hopper
         limit = 2e-2 if fmt != "plain" and fp8_input and dtype == torch.bfloat16 else 6e-3
-        assert relative(run(case, **options), run(case, reference.moe_experts, **options)) <= limit
+        assert relative(run(case, input_format=read), run(case, reference.moe_experts, input_format=read)) <= limit
 
 
 @pytest.mark.parametrize("T", [1, 9, 300])
@@ -216,8 +217,8 @@ def test_groups_of_32(gpu, fmt, dtype, T):
     for hidden, inner in ((160, 96), (512, 288)):
         case = make_case(T, hidden, inner, 9, 3, fmt, dtype, group=32)
         for pow2 in (True, False):
-            options = {"input_format": InputFormat(True, pow2, 32)}
-            assert relative(run(case, **options), run(case, reference.moe_experts, **options)) <= limit
+            read = InputFormat(True, pow2, 32)
+            assert relative(run(case, input_format=read), run(case, reference.moe_experts, input_format=read)) <= limit
 
 
 def test_widths_that_tiles_do_not_divide(gpu):
@@ -285,7 +286,7 @@ def test_experts_of_another_rank_add_nothing(gpu, fmt, T):
         here = case.experts - first
         here = torch.where((here >= 0) & (here < 4), here, -1)
         stacks = [
-            ExpertStack(*(None if part is None else part[first : first + 4] for part in stack))
+            ExpertStack(*untyped([None if part is None else part[first : first + 4] for part in stack]))
             for stack in (case.w1, case.w3, case.w2)
         ]
         part = case._replace(experts=here, w1=stacks[0], w3=stacks[1], w2=stacks[2])

@@ -77,7 +77,7 @@ def verification(device):
 def test_right_drafts(verify):
     inputs, last, rows = verification("cpu")
     last = last if verify else (rows - 1).clamp(min=0)
-    found = reference.accept_drafts(*inputs, verify)
+    found = reference.accept_drafts(*inputs, verify=verify)
     assert found.last_rows.tolist() == (4 * torch.arange(len(last)) + last).tolist()
     assert found.next_ids.tolist() == inputs[1][found.last_rows].clamp(min=0).tolist()
     assert found.next_starts.tolist() == (inputs[2] + last + 1).tolist()

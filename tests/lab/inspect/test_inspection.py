@@ -283,7 +283,7 @@ def test_steps_over_persistent_tensors_are_computed_eagerly(monkeypatch):
     runner = make_runner("V4", 1)
     tokens = tokens_of(runner)[:9]
     expected = inspect_attention(runner, tokens)
-    monkeypatch.setattr(runner, "graphs", DecodeGraphs(runner.model, runner.layout, runner.device, batches=[1]))
+    monkeypatch.setattr(runner, "graphs", DecodeGraphs(runner.whole_model(), runner.layout, runner.device, batches=[1]))
     assert runner.graphs.supports([1], runner.decode_query_len)
     assert inspect_attention(runner, tokens) == expected
 

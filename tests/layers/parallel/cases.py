@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import StepOptions
 from tests.support.drafts import DraftedSource, draft_after
 from tests.support.small_models import small_config
+from tests.support.typed import required
 
 WIDTHS = {"num_attention_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 512}
 OWN = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)  # of `own_requests`
@@ -93,8 +95,8 @@ def scores(family: str, parallel: Parallel) -> dict:
         config, RandomSource(config, 3), parallel=parallel, numerics="exact", **LIMITS | read
     )
     files, disk = from_disk.expert_files, from_disk.score([texts[1]], chunk_size=1)
-    arrays = records.arrays | {"difference": (replayed[0] - recorded[0]).abs().max()}
-    experts = {"disk": disk, "experts": (files.slots, files.experts)}
+    arrays = required(records).arrays | {"difference": (replayed[0] - recorded[0]).abs().max()}
+    experts = {"disk": disk, "experts": (required(files).slots, required(files).experts)}
     return {"logits": logits, "drafts": drafts, "steps": steps, "records": arrays, "logprobs": logprobs} | experts
 
 
@@ -116,7 +118,7 @@ def texts_of(directory: Path, parallel: Parallel) -> dict:
 
     asked = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0, logprobs=1, prompt_logprobs=0)
     greedy = llm.generate(texts, asked)
-    logprobs = [(done.logprobs.to_dict(), done.prompt_logprobs.to_dict()) for done in greedy]
+    logprobs = [(required(done.logprobs).to_dict(), required(done.prompt_logprobs).to_dict()) for done in greedy]
     speculating = LLM(directory, parallel=parallel, speculate=2, **LIMITS)
     found = {"logprobs": logprobs, "greedy": [list(done.token_ids) for done in greedy]}
     found["speculated"] = tokens(speculating, temperature=0)
@@ -162,10 +164,10 @@ def own_requests(directory: Path, parallel: Parallel) -> dict:
     scored = llm.runner.score(texts[:1] if parallel.rank == 1 else [])
     logprobs = llm.runner.score_logprobs(texts[:1] if parallel.rank == 1 else [])
     runner.graphs = common  # which a rank that records keeps the others from using
-    own, kinds = texts[: parallel.rank], {"return_routes": True, "return_selections": True}
-    recorded = llm.generate(own, OWN, **kinds)
+    own = texts[: parallel.rank]
+    recorded = llm.generate(own, OWN, return_routes=True, return_selections=True)
     return {
-        "records": [done.records.arrays for done in recorded],
+        "records": [required(done.records).arrays for done in recorded],
         "logprobs": [text.to_dict() for text in logprobs],
         "texts": found,
         "scored": scored,
@@ -184,7 +186,7 @@ def write_checkpoints(directory: Path) -> Path:
 
 def everything(directory: Path, parallel: Parallel) -> dict:
     """What is computed with tensor-parallel attention, by name."""
-    found = {family: scores(family, parallel) for family in CONFIGS}
+    found: dict[str, Any] = {family: scores(family, parallel) for family in CONFIGS}
     found["serving"] = serving_logits(parallel)
     for what in (texts_of, loads):
         found[what.__name__] = {family: what(directory / family, parallel) for family in CHECKPOINTS}

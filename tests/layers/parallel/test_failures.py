@@ -23,6 +23,7 @@ from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.peers import Peers
 from tests.layers.parallel.test_launch import torchrun
 from tests.support.tiers import EXHAUSTIVE
+from tests.support.typed import of_type, required
 
 ROOT = Path(__file__).parents[3]
 LOST = OthersLost("rank 0 waited")
@@ -109,10 +110,10 @@ def end_together(errors: list[BaseException | None]) -> list[BaseException | Non
     def end(rank: int) -> BaseException | None:
         try:
             with launch.one_message(store, rank, len(errors), 9):
-                if errors[rank] is not None:
-                    raise errors[rank]
-        except BaseException as error:
-            return error
+                if (error := errors[rank]) is not None:
+                    raise error
+        except BaseException as raised:
+            return raised
         return None
 
     with ThreadPoolExecutor(len(errors)) as pool:
@@ -123,7 +124,7 @@ def test_the_store_is_served_on_its_address_only(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    store = launch.meet(0, 2, timedelta(seconds=30), None)
+    store = of_type(launch.meet(0, 2, timedelta(seconds=30), None), dist.TCPStore)
     store.set("key", "value")
     with socket.create_connection(("127.0.0.1", store.port)):
         pass
@@ -187,7 +188,7 @@ def test_ranks_end_with_their_launcher():
         f"start_ranks([sys.executable, '-S', '-c', {program!r}], 2)"
     )
     process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
-    assert [process.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+    assert [required(process.stdout).readline() for _ in range(2)] == ["started\n"] * 2
     process.kill()
     assert process.communicate(timeout=300) == ("", None)
 

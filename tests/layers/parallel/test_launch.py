@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from deepseek_attn.models.families import get_family
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.layers.parallel import cases
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 
 def torchrun(world: int, *command: str) -> list[str]:
@@ -157,8 +159,8 @@ def test_impossible_splits_are_listed_together():
 @pytest.mark.parametrize(("total", "unit", "world"), [(2304, 128, 8), (2304, 128, 4), (2304, 32, 8), (60, 1, 5)])
 def test_shards_of_all_ranks_are_the_whole(total, unit, world):
     shards = [Parallel(rank, world).shard(1, total, unit) for rank in range(world)]
-    sizes = [shard.size for shard in shards]
-    assert [shard.start for shard in shards] == [sum(sizes[:rank]) for rank in range(world)]
+    sizes = [required(shard).size for shard in shards]
+    assert [required(shard).start for shard in shards] == [sum(sizes[:rank]) for rank in range(world)]
     assert sum(sizes) == total
     assert all(size % unit == 0 for size in sizes)
     assert max(sizes) - min(sizes) == (unit if total % (world * unit) else 0)
@@ -183,6 +185,7 @@ def test_launches_that_do_not_fit(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "-1")
     with pytest.raises(ValueError, match=r"LOCAL_RANK is '-1': torchrun sets it"):
         check_launch(2, "cpu")
+    seconds: Any
     for seconds in (0, -1, float("nan"), float("inf"), True, "9"):
         with pytest.raises(ValueError, match="supported are 1 to 604800"), launched(2, "cpu", timeout_seconds=seconds):
             pass

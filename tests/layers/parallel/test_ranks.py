@@ -17,6 +17,7 @@ from tests.layers.parallel import cases
 from tests.support.once import made_once
 from tests.support.small_models import assert_close
 from tests.support.tiers import tiered
+from tests.support.typed import required, untyped
 
 # Sums over ranks add up in another order, so float32 results differ in their last bits, and layers amplify that.
 TOLERANCE = 1e-5
@@ -178,8 +179,8 @@ def test_data_parallel_attention(ranks, checkpoints):
         assert rank["steps"] == own[0]["steps"] != []
         assert not rank["mtp"]
         for found, completion in zip(rank["records"], done[:number], strict=True):
-            assert torch.equal(found["experts"], completion.records.experts)
-            assert torch.equal(found["selections"], completion.records.selections)
+            assert torch.equal(found["experts"], required(required(completion.records).experts))
+            assert torch.equal(found["selections"], required(required(completion.records).selections))
     (got,) = own[1]["scored"]
     assert_close(got, everyone.runner.score(texts[:1])[0], TOLERANCE)
     (got,) = own[1]["logprobs"]
@@ -189,7 +190,7 @@ def test_data_parallel_attention(ranks, checkpoints):
 def test_small_messages_of_data_parallel_attention(monkeypatch):
     """Through the ranks' own memory while what goes to one rank is small; tokens are filled up before."""
     sizes, holds = [], SimpleNamespace(holds=lambda size: size <= 4 * 8 * 4)
-    ranks = Parallel(1, 2, dp_attention=True, step_rows=4, peers=SimpleNamespace(buffers=holds))
+    ranks = Parallel(1, 2, dp_attention=True, step_rows=4, peers=untyped(SimpleNamespace(buffers=holds)))
 
     def exchange(op, x, rows):
         sizes.append((op, x.shape[0]))
