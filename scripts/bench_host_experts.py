@@ -1,11 +1,14 @@
 """Experts in pinned host memory: rates of copies, steps of experts alone and of a whole model, beside the bus's limit.
 
-    python scripts/bench_host_experts.py --parts copies,experts,model --out FILE
+    python scripts/bench_host_experts.py --parts copies,in_place,experts,model --out FILE
 
 * ``copies``: bytes per second of one cudaMemcpy, and of the kernel that reads host memory, by its programs and warps.
+* ``in_place``: products of one layer that read all weights from host memory, beside products of experts that are
+  copied first, and of experts in the GPU's memory.
 * ``experts``: the routed experts of all layers of a model as one CUDA graph, with random tokens and routings.
-* ``model``: a whole model with random weights, decode steps as CUDA graphs and a prompt. Routers are computed, and then
-  replaced by the same random routings.
+* ``model``: a whole model with random weights, decode steps as CUDA graphs and a prompt, and its memory beside that
+  which `deepseek-attn plan` predicts. Routers are computed, and then replaced by the same random routings. ``--soak``
+  repeats decode steps under routings that shift every few seconds, and compares the logits of a text meanwhile.
 
 Routings are uniform, or follow Zipf's law with exponent 1 over the experts of each layer in an order of its own; each
 step draws anew. The limit of the bus is the bytes of the experts that a step copied over the rate of cudaMemcpy.
@@ -32,27 +35,31 @@ import torch
 from torch import Tensor
 
 from deepseek_attn import ModelConfig
+from deepseek_attn.checkpoint import loader
 from deepseek_attn.checkpoint.random import RepeatingSource
+from deepseek_attn.cli import plan as plan_command
 from deepseek_attn.cli.info import environment
-from deepseek_attn.cli.options import numbers
+from deepseek_attn.cli.options import memory_size, numbers
+from deepseek_attn.cli.plan_facts import PlanFacts
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, Row, forced_row
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.moe import ExpertStack, fetch_experts, moe_experts, plan
 from deepseek_attn.kernels.moe.types import expert_parts
 from deepseek_attn.lab.bench.layer import reserved_sequences
-from deepseek_attn.layers import experts
-from deepseek_attn.layers.experts import ExpertLinear
-from deepseek_attn.models.host_experts import ExpertRows
-from deepseek_attn.models.moe import Gate
+from deepseek_attn.layers.weights import parameter
+from deepseek_attn.models.expert_rows import Stacks
+from deepseek_attn.models.host_experts import ExpertRows, LayerExperts
+from deepseek_attn.models.moe import Experts, Gate
 from deepseek_attn.runner import ModelRunner, build
 from deepseek_attn.runner.graphs import DecodeGraphs
-from deepseek_attn.utils.device import pinned_empty
+from deepseek_attn.utils.device import peak_memory, pinned_empty
 from deepseek_attn.utils.files import write_text
 
 GPU_ROOM = 6 << 30  # left free beside the rows of the experts alone
 COPY_SIZES = [(8, 4), (16, 4), (32, 4), (64, 4), (132, 4), (264, 4), (8, 16), (16, 16), (32, 8), (64, 8)]
 STEPS, SECONDS = 150, 2.5  # of a routing before it is timed, and as often while it is timed
+SHIFT_SECONDS, SOAK_BATCH = 5.0, 4  # of a routing of the soak, and requests of its steps
 
 
 def main() -> None:
@@ -63,8 +70,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prompt")
     parser.add_argument("--host-layers", type=int, default=3)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--cache-bytes", type=int, help="bytes of rows on the GPU; default: all that is free")
+    parser.add_argument("--cache-bytes", type=memory_size, help="bytes of rows on the GPU; default: all that is free")
+    parser.add_argument("--gpu", default="h200", help="whose memory `plan` predicts (default: h200)")
     parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -118,6 +127,7 @@ def compile_kernels(config: Any, tokens: list[int]) -> None:
             x = torch.empty(T, D, dtype=torch.bfloat16, device=meta)
             found, options = layer.find(ids), (config.swiglu_limit, False, InputFormat(True))
             moe_experts(x, ids, weights, *layer.stacks, *options, slots=found)
+            moe_experts(x, ids, weights, *stacks, *options)
         variants = list(launches.variants.values())
     compile_variants([variants], max(1, (os.cpu_count() or 2) - 2), lambda **event: None)
 
@@ -142,9 +152,10 @@ class Bench:
         host = self.host_layer(E, D, inner)
         state = ExpertRows.of([host], self.device, None).layers[0].state
         nbytes = (E - 1) * sum(part[0].nbytes for part in expert_parts(host))
+        every = torch.arange(E, device=self.device).view(1, E)  # of which one is cached
         for programs, warps in COPY_SIZES if self.device.type == "cuda" else []:
             with forced_row(plan.COPIES, Row(ANY, "copy_experts_kernel", LaunchBlock(programs, warps))):
-                seconds = self.timed(lambda: fetch_experts(state), 3)
+                seconds = self.timed(lambda: fetch_experts(state, every), 3)
             for part, rows in zip(expert_parts(host), expert_parts(state.device), strict=True):
                 found = rows[state.found[E - 1]].cpu().view(torch.uint8)
                 assert torch.equal(found, part[E - 1].view(torch.uint8)), "copied bytes differ"
@@ -159,6 +170,48 @@ class Bench:
             self.rate = source.nbytes / self.timed(lambda: target.copy_(source, non_blocking=True), 5)
             say(f"  cudaMemcpy: {self.rate / 1e9:.2f} GB/s")
         return self.rate
+
+    # --- products that read host memory ---
+
+    @torch.inference_mode()
+    def in_place(self) -> dict[str, Any]:
+        """Seconds of the products of one layer, by where they read weights, and bytes per second of those outside."""
+        config, device, E, layers = self.config, self.device, 64, 16
+        D, inner, k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
+        host = self.host_layer(E, D, inner)
+        nbytes = sum(part[0].nbytes for part in expert_parts(host))
+        state = ExpertRows.of([host], device, None).layers[0].state
+        resident = _moved(host, lambda part: part.to(device))
+        mapped = _moved(host, in_address_space)
+        results: dict[str, Any] = {}
+        for T in self.args.batches:
+            x = torch.randn(T, D, device=device).to(torch.bfloat16)
+            weights, options = torch.rand(T, k, device=device), (config.swiglu_limit, False, InputFormat(True))
+            drawn = [next(self.routings("uniform", 1, T, k, E, seed))[0] for seed in range(layers)]
+            needed = sum(len(ids.unique()) for ids in drawn)
+
+            def on(
+                stacks: Stacks, x: Tensor = x, drawn: Any = drawn, weights: Any = weights, o: Any = options
+            ) -> Tensor:
+                return torch.stack([moe_experts(x, ids, weights, *stacks, *o) for ids in drawn])
+
+            def copied(x: Tensor = x, drawn: Any = drawn, weights: Any = weights, o: Any = options) -> None:
+                for ids in drawn:
+                    state.row.fill_(-1), state.owner.fill_(-1)
+                    moe_experts(x, ids, weights, *state.device, *o, slots=fetch_experts(state, ids))
+
+            seconds = {
+                "in GPU memory": self.timed(lambda: on(resident), 5), "copied first": self.timed(copied, 5),
+                "in place": self.timed(lambda: on(mapped), 5),
+            }  # fmt: skip
+            assert torch.equal(on(resident), on(mapped)), "products from host memory differ"
+            results[f"batch {T}"] = {name: {"seconds": value / layers} for name, value in seconds.items()}
+            for name in ("copied first", "in place"):
+                results[f"batch {T}"][name]["rate"] = rate = needed * nbytes / seconds[name]
+                say(f"  batch {T:2}, {name:12}: {seconds[name] / layers * 1e6:7.0f} us a layer, {rate / 1e9:.1f} GB/s")
+        return results
+
+    # --- memory ---
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return pinned(shape, dtype) if self.device.type == "cuda" else torch.zeros(shape, dtype=dtype, device="cpu")
@@ -200,9 +253,9 @@ class Bench:
 
     # --- routings ---
 
-    def routings(self, kind: str, layers: int, T: int, topk: int, E: int) -> Iterator[Tensor]:
+    def routings(self, kind: str, layers: int, T: int, topk: int, E: int, seed: int = 1) -> Iterator[Tensor]:
         """Expert ids ``[layers, T, topk]`` of one step after the other, on the device."""
-        generator = torch.Generator(self.device).manual_seed(1)
+        generator = torch.Generator(self.device).manual_seed(seed)
         weight = 1 / torch.arange(1, E + 1, device=self.device, dtype=torch.float32)
         order = torch.rand(layers, E, device=self.device, generator=generator).argsort(1)
         log_weight = weight.log()[order] if kind == "zipf" else torch.zeros(layers, E, device=self.device)
@@ -244,16 +297,23 @@ class Bench:
         }  # fmt: skip
 
     def with_limit(self, result: dict[str, Any], experts: float, nbytes: int) -> dict[str, Any]:
-        """A result with the seconds that the bus takes for this number of experts, and the ratio to them."""
-        bus = experts * nbytes / self.memcpy_rate()
-        return result | {"bus_seconds": bus, "over_bus": result["seconds"] / bus if bus else None}
+        """A result with the seconds that the bus takes for this number of experts, and the ratio to them.
+
+        ``over_limit``: to the bus, or to the step with all experts there, whichever takes longer.
+        """
+        bus, seconds = experts * nbytes / self.memcpy_rate(), result["seconds"]
+        limit = max(bus, result["seconds_all_there"])
+        return result | {
+            "bus_seconds": bus, "over_bus": seconds / bus if bus else None, "over_limit": seconds / limit,
+        }  # fmt: skip
 
     def report(self, what: str, result: dict[str, Any], tokens: int) -> None:
         ratio = result["over_bus"]
         say(
             f"  {what}: {result['seconds'] * 1e3:8.2f} ms, {tokens / result['seconds']:8.1f} tokens/s; "
             f"bus {result['bus_seconds'] * 1e3:8.2f} ms, ratio {f'{ratio:.3f}' if ratio else '-'}; "
-            f"hit rate {result.get('hit_rate', 0):.3f}; all there {result.get('seconds_all_there', 0) * 1e3:.2f} ms; "
+            f"hit rate {result.get('hit_rate', 0):.3f}; all there {result['seconds_all_there'] * 1e3:.2f} ms, "
+            f"ratio to the longer {result['over_limit']:.3f}; "
             f"{result.get('steps_before', 0)} + {result.get('steps', 0)} steps"
         )
 
@@ -280,6 +340,7 @@ class Bench:
             for number, layer in enumerate(rows.layers):
                 found = layer.find(ids[number])
                 moe_experts(x, ids[number], weights, *layer.stacks, limit, False, InputFormat(True), slots=found)
+                layer.release()
             rows.end()
 
         for T in self.args.batches:
@@ -294,11 +355,17 @@ class Bench:
         T = self.args.prompt
         x = torch.randn(T, D, device=device).bfloat16() if device.type == "cuda" else torch.randn(T, D)
         ids, weights = next(self.routings("uniform", layers, T, k, E)), torch.rand(T, k, device=device)
-        seconds = self.timed(lambda: compute(x, ids, weights), 3)
-        result = self.with_limit({"seconds": seconds}, layers * (E - rows.cached), nbytes)
+        self.prompt(results, lambda: compute(x, ids, weights), layers * (E - rows.cached), nbytes)
+        return results
+
+    def prompt(self, results: dict[str, Any], call: Callable[[], object], experts: int, nbytes: int) -> None:
+        """Times a prompt, which copies this number of experts, and again without copies."""
+        T, seconds = self.args.prompt, self.timed(call, 3)
+        with no_copies():
+            there = self.timed(call, 3)
+        result = self.with_limit({"seconds": seconds, "seconds_all_there": there}, experts, nbytes)
         results[f"prompt of {T}"] = result
         self.report(f"prompt of {T}", result, T)
-        return results
 
     def graph(self, call: Callable[[], object]) -> Callable[[], object]:
         call()
@@ -321,14 +388,55 @@ class Bench:
         memory = {} if self.device.type != "cuda" else {
             "expert_memory": "host", "expert_cache_bytes": self.args.cache_bytes, "compile_ahead": True
         }  # fmt: skip
+        predicted = self.predicted(options)
         begin = time.perf_counter()
-        with shared_experts(self.args.host_layers), given_routings() as given:
+        E, D, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        hosts = [self.host_layer(E, D, inner) for _ in range(self.args.host_layers)]
+        self.free()
+        say(f"  {len(hosts)} layers of experts made in {time.perf_counter() - begin:.1f} s")
+        with shared_experts(hosts), given_routings() as given:
             runner = ModelRunner.from_source(
                 config, RepeatingSource(config), device=self.device, progress=False, **options, **memory
             )
             with runner:
-                say(f"  {runner}, loaded in {time.perf_counter() - begin:.1f} s")
-                return self.time_model(runner, given)
+                loaded = time.perf_counter() - begin
+                say(f"  {runner}, loaded in {loaded:.1f} s")
+                results = self.time_model(runner, given) | {"load_seconds": loaded}
+                if self.args.soak:
+                    results["soak"] = self.soak(runner, given)
+                return results | self.memory(predicted)
+
+    def predicted(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Bytes of GPU and host that `deepseek-attn plan` predicts for a runner with these options."""
+        parser = argparse.ArgumentParser()
+        plan_command.add_arguments(parser)
+        flags = ["--model", self.args.model, "--gpu", self.args.gpu, "--expert-memory", "host", "--host-memory", "9TB"]
+        flags += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        flags += [f"--expert-cache-bytes={self.args.cache_bytes}"] if self.args.cache_bytes else []
+        facts = PlanFacts(parser.parse_args(flags)).collect()
+        host = next(row for row in facts["experts"]["settings"] if row["memory"] == "host")
+        return {"gpu": facts["gpu"]["total"], "parts": facts["gpu"]["parts"], "host": host["host_bytes"]}
+
+    def memory(self, predicted: dict[str, Any]) -> dict[str, Any]:
+        """Peaks of this process beside the predictions; of host memory also the part that is shared here."""
+        layers = len(self.config.layers) + len(self.config.mtp_layers)
+        found: dict[str, Any] = {"predicted": predicted, "peak_host_bytes": peak_memory()}
+        shared = predicted["host"] * self.args.host_layers / layers
+        say(
+            f"  host memory: {peak_memory() / 1e9:.1f} GB at most; predicted {host / 1e9:.1f} GB of experts, "
+            f"{shared / 1e9:.1f} GB if {self.args.host_layers} of {layers} layers hold them"
+        )
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            found |= {
+                "peak_gpu_bytes": torch.cuda.max_memory_allocated(),
+                "reserved_gpu_bytes": torch.cuda.max_memory_reserved(), "used_gpu_bytes": total - free,
+            }  # fmt: skip
+            say(
+                f"  GPU memory: {found['peak_gpu_bytes'] / 1e9:.1f} GB allocated at most, {(total - free) / 1e9:.1f} of "
+                f"{total / 1e9:.1f} used; predicted {predicted['gpu'] / 1e9:.1f}"
+            )
+        return found
 
     def time_model(self, runner: ModelRunner, given: dict[int, list[Tensor]]) -> dict[str, Any]:
         config, T, rows = self.config, self.args.prompt, runner.expert_rows
@@ -351,34 +459,113 @@ class Bench:
         prompt()
         self.synchronize()
         say(f"  first prompt, with kernels that are compiled meanwhile: {time.perf_counter() - begin:.1f} s")
-        seconds = self.timed(prompt, 2)
-        result = self.with_limit({"seconds": seconds}, layers * (E - rows.cached), nbytes)
-        results[f"prompt of {T}"] = result
-        self.report(f"prompt of {T}", result, T)
+        self.prompt(results, prompt, layers * (E - rows.cached), nbytes)
         context = T + 1
         for batch in self.args.batches:
             ids = next(self.routings("uniform", layers, batch, k, E))
             given[batch] = list(ids)
-            with reserved_sequences(runner, batch, 1, context) as caches, runner.op_settings(), torch.inference_mode():
-                steps = DecodeGraphs(
-                    runner.whole_model(), runner.layout, runner.device, batches=[batch], engram=runner.tables
-                )
-                step = steps.step(steps.size_for([1] * batch, context))
-                tokens = [[(7 * i) % config.vocab_size] for i in range(batch)]
-                step.set_inputs(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
+            with decode_step(runner, batch, context) as run, runner.op_settings(), torch.inference_mode():
                 for kind in ("uniform", "zipf"):
-                    result = self.steps(rows, layers, ids, step.run, kind)
+                    result = self.steps(rows, layers, ids, run, kind)
                     results[f"{kind}, batch {batch}"] = result = self.with_limit(result, result["copied"], nbytes)
                     self.report(f"{kind:7} batch {batch:2}", result, batch)
-            del given[batch], step, steps
-        if self.device.type == "cuda":
-            results["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
-            results["reserved_gpu_bytes"] = torch.cuda.max_memory_reserved()
-            free, total = torch.cuda.mem_get_info()
-            results["used_gpu_bytes"] = total - free
-            peak, used = results["peak_gpu_bytes"], total - free
-            say(f"  GPU memory: {peak / 1e9:.1f} GB allocated at most, {used / 1e9:.1f} of {total / 1e9:.1f} used")
+            del given[batch]
         return results
+
+    def soak(self, runner: ModelRunner, given: dict[int, list[Tensor]]) -> dict[str, Any]:
+        """Decode steps under routings that shift, with the logits of a text and the memory between them."""
+        config, T = self.config, min(300, self.args.prompt)
+        E, k, layers = config.n_routed_experts, config.num_experts_per_tok, len(config.layers)
+        text = [7 * i % config.vocab_size for i in range(T)]
+
+        def logits() -> list[Tensor]:
+            """Of prompts that copy all experts ahead, and of tokens that fetch what they need."""
+            return [row.view(torch.int32) for row in (*runner.score([text]), *runner.score([text[:6]], chunk_size=1))]
+
+        expected, ids = logits(), next(self.routings("uniform", layers, SOAK_BATCH, k, E))
+        given[SOAK_BATCH] = list(ids)
+        rounds: list[dict[str, Any]] = []
+        deadline = time.perf_counter() + 60 * self.args.soak
+        with decode_step(runner, SOAK_BATCH, len(text)) as run:
+            while not rounds or time.perf_counter() < deadline:
+                drawn, steps = self.routings("zipf", layers, SOAK_BATCH, k, E, 100 + len(rounds)), 0
+                shift = time.perf_counter() + min(SHIFT_SECONDS, 30 * self.args.soak)
+                while not steps or time.perf_counter() < shift:
+                    with torch.inference_mode():
+                        ids.copy_(next(drawn))
+                        run()
+                    self.synchronize()
+                    steps += 1
+                same = all(map(torch.equal, expected, logits()))
+                used = (
+                    [total - free for free, total in [torch.cuda.mem_get_info()]] if self.device.type == "cuda" else [0]
+                )
+                rounds.append(
+                    {"steps": steps, "same": same, "used_gpu_bytes": used[0], "peak_host_bytes": peak_memory()}
+                )
+        del given[SOAK_BATCH]
+        finite = all(bool(row.view(torch.float32).isfinite().all()) for row in expected)
+        stats = runner.expert_rows.stats if runner.expert_rows is not None else None
+        result = {
+            "minutes": self.args.soak, "routings": len(rounds), "steps": sum(row["steps"] for row in rounds),
+            "same_logits": all(row["same"] for row in rounds), "finite": finite,
+            "used_gpu_bytes": [rounds[0]["used_gpu_bytes"], rounds[-1]["used_gpu_bytes"]],
+            "peak_host_bytes": [rounds[0]["peak_host_bytes"], rounds[-1]["peak_host_bytes"]],
+            "hit_rate": stats.hit_rate if stats else None, "bytes_read": stats.bytes_read if stats else None,
+        }  # fmt: skip
+        say(f"  soak: {result}")
+        return result
+
+
+@contextmanager
+def decode_step(runner: ModelRunner, batch: int, context: int) -> Iterator[Callable[[], object]]:
+    """A decode step of this number of requests, as a CUDA graph where there can be one."""
+    with reserved_sequences(runner, batch, 1, context) as caches:
+        with runner.op_settings(), torch.inference_mode():
+            steps = DecodeGraphs(
+                runner.whole_model(), runner.layout, runner.device, batches=[batch], engram=runner.tables
+            )
+            step = steps.step(steps.size_for([1] * batch, context))
+            tokens = [[(7 * i) % runner.config.vocab_size] for i in range(batch)]
+            step.set_inputs(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
+        yield step.run
+
+
+def _moved(stacks: Stacks, move: Callable[[Tensor], Tensor]) -> Stacks:
+    """Stacks of other tensors."""
+    w1, w3, w2 = (ExpertStack(*(None if part is None else move(part) for part in stack)) for stack in stacks)  # pyright: ignore[reportArgumentType]
+    return w1, w3, w2
+
+
+class _HostBytes:
+    """Pinned memory under the interface of arrays in a GPU's memory: it has one address for both."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3
+        }  # fmt: skip
+
+
+def in_address_space(tensor: Tensor) -> Tensor:
+    """A tensor of bytes in pinned memory as a CUDA tensor, whose kernels read it over the bus."""
+    return torch.as_tensor(_HostBytes(tensor), device="cuda")
+
+
+@contextmanager
+def no_copies() -> Iterator[None]:
+    """Prompts read rows of other experts in this context instead of copying theirs."""
+    copy = LayerExperts._copy_missing
+
+    def leave_out(self: LayerExperts) -> None:
+        row = self.state.row
+        self.state.found.copy_(torch.where(row < 0, self.state.staged, row))
+
+    LayerExperts._copy_missing = leave_out
+    try:
+        yield
+    finally:
+        LayerExperts._copy_missing = copy
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -391,34 +578,29 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def shared_experts(layers: int) -> Iterator[None]:
-    """While a model is loaded, its layers share the experts of the first ``layers``, which alone are loaded.
+def shared_experts(hosts: Sequence[Stacks]) -> Iterator[None]:
+    """The layers of a model that is built in this context have these experts in turn; a checkpoint's are not read.
 
     Nothing checks that host memory holds them all.
     """
-    load, available = ExpertLinear._load_expert, build.available_memory
-    loaded: dict[tuple[int, ...], list[ExpertLinear]] = {}
-    sharing: dict[int, ExpertLinear] = {}
+    load, hold, available = loader._load, build.hold_experts, build.available_memory
 
-    def load_or_share(self: ExpertLinear, index: int, weight: Tensor, scale: Tensor | None) -> None:
-        own = loaded.setdefault((self.experts, self.out_features, self.in_features), [])
-        # w1 and w3 have one shape
-        most = layers * (2 if self.out_features < self.in_features else 1)
-        if any(linear is self for linear in own) or (id(self) not in sharing and len(own) < most):
-            if not any(linear is self for linear in own):
-                own.append(self)
-            load(self, index, weight, scale)
-        elif id(self) not in sharing:
-            sharing[id(self)] = of = own[len(sharing) % len(own)]
-            self.weight, self.scale, self.exponent = of.weight, of.scale, of.exponent
+    def load_others(slot: Any, source: Any, name: str) -> bool:
+        return ".ffn.experts." not in name and load(slot, source, name)
 
-    ExpertLinear._load_expert, build.available_memory = load_or_share, lambda: 1 << 50
-    experts.pinned_empty = pinned
+    def share_and_hold(model: Any, *options: Any) -> ExpertRows | None:
+        layers = [module for module in model.modules() if isinstance(module, Experts)]
+        for number, layer in enumerate(layers):
+            for linear, stack in zip(layer.projections, hosts[number % len(hosts)], strict=True):
+                linear.weight, linear.scale = parameter(stack.weight), parameter(stack.scale)
+                linear.exponent = stack.exponent
+        return hold(model, *options)
+
+    loader._load, build.hold_experts, build.available_memory = load_others, share_and_hold, lambda: 1 << 50
     try:
         yield
     finally:
-        ExpertLinear._load_expert, build.available_memory = load, available
-        experts.pinned_empty = pinned_empty
+        loader._load, build.hold_experts, build.available_memory = load, hold, available
 
 
 @contextmanager
@@ -443,8 +625,6 @@ def given_routings() -> Iterator[dict[int, list[Tensor]]]:
 
 def rows_on_cpu(runner: ModelRunner) -> ExpertRows:
     """Rows for a dry run without a GPU."""
-    from deepseek_attn.models.moe import Experts
-
     layers = [module for module in runner.model.layers.modules() if isinstance(module, Experts)]
     rows = ExpertRows.of([layer.stacks() for layer in layers], runner.device, None)
     for layer, of_layer in zip(layers, rows.layers, strict=True):
