@@ -7,7 +7,7 @@
   copied first, and of experts in the GPU's memory.
 * ``experts``: the routed experts of all layers of a model as one CUDA graph, with random tokens and routings.
 * ``model``: a whole model with random weights, decode steps as CUDA graphs and a prompt, and its memory beside that
-  which `deepseek-attn plan` predicts. Routers are computed, and then replaced by the same random routings. ``--soak``
+  which ``deepseek-attn plan`` predicts. Routers are computed, and then replaced by the same random routings. ``--soak``
   repeats decode steps under routings that shift every few seconds, and compares the logits of a text meanwhile.
 
 Routings are uniform, or follow Zipf's law with exponent 1 over the experts of each layer in an order of its own; each
@@ -78,7 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     config = ModelConfig.from_pretrained(args.model)
-    if device.type == "cuda" and "experts" in args.parts:
+    if device.type == "cuda" and {"experts", "in_place"} & set(args.parts.split(",")):
         begin = time.perf_counter()
         compile_kernels(config, [*args.batches, args.prompt])
         say(f"compiled the kernels of experts in {time.perf_counter() - begin:.1f} s")
@@ -176,8 +176,9 @@ class Bench:
     @torch.inference_mode()
     def in_place(self) -> dict[str, Any]:
         """Seconds of the products of one layer, by where they read weights, and bytes per second of those outside."""
-        config, device, E, layers = self.config, self.device, 64, 16
-        D, inner, k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
+        config, device, layers = self.config, self.device, 16
+        E, k = config.n_routed_experts, config.num_experts_per_tok
+        D, inner = config.hidden_size, config.moe_intermediate_size
         host = self.host_layer(E, D, inner)
         nbytes = sum(part[0].nbytes for part in expert_parts(host))
         state = ExpertRows.of([host], device, None).layers[0].state
@@ -197,7 +198,8 @@ class Bench:
 
             def copied(x: Tensor = x, drawn: Any = drawn, weights: Any = weights, o: Any = options) -> None:
                 for ids in drawn:
-                    state.row.fill_(-1), state.owner.fill_(-1)
+                    for held in (state.row, state.owner):
+                        held.fill_(-1)
                     moe_experts(x, ids, weights, *state.device, *o, slots=fetch_experts(state, ids))
 
             seconds = {
@@ -407,7 +409,7 @@ class Bench:
                 return results | self.memory(predicted)
 
     def predicted(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Bytes of GPU and host that `deepseek-attn plan` predicts for a runner with these options."""
+        """Bytes of GPU and host that ``deepseek-attn plan`` predicts for a runner with these options."""
         parser = argparse.ArgumentParser()
         plan_command.add_arguments(parser)
         flags = ["--model", self.args.model, "--gpu", self.args.gpu, "--expert-memory", "host", "--host-memory", "9TB"]
@@ -421,7 +423,8 @@ class Bench:
         """Peaks of this process beside the predictions; of host memory also the part that is shared here."""
         layers = len(self.config.layers) + len(self.config.mtp_layers)
         found: dict[str, Any] = {"predicted": predicted, "peak_host_bytes": peak_memory()}
-        shared = predicted["host"] * self.args.host_layers / layers
+        host = predicted["host"]
+        shared = host * self.args.host_layers / layers
         say(
             f"  host memory: {peak_memory() / 1e9:.1f} GB at most; predicted {host / 1e9:.1f} GB of experts, "
             f"{shared / 1e9:.1f} GB if {self.args.host_layers} of {layers} layers hold them"
@@ -433,8 +436,8 @@ class Bench:
                 "reserved_gpu_bytes": torch.cuda.max_memory_reserved(), "used_gpu_bytes": total - free,
             }  # fmt: skip
             say(
-                f"  GPU memory: {found['peak_gpu_bytes'] / 1e9:.1f} GB allocated at most, {(total - free) / 1e9:.1f} of "
-                f"{total / 1e9:.1f} used; predicted {predicted['gpu'] / 1e9:.1f}"
+                f"  GPU memory: {found['peak_gpu_bytes'] / 1e9:.1f} GB allocated at most, "
+                f"{(total - free) / 1e9:.1f} of {total / 1e9:.1f} used; predicted {predicted['gpu'] / 1e9:.1f}"
             )
         return found
 
@@ -497,11 +500,9 @@ class Bench:
                     self.synchronize()
                     steps += 1
                 same = all(map(torch.equal, expected, logits()))
-                used = (
-                    [total - free for free, total in [torch.cuda.mem_get_info()]] if self.device.type == "cuda" else [0]
-                )
+                free, total = torch.cuda.mem_get_info() if self.device.type == "cuda" else (0, 0)
                 rounds.append(
-                    {"steps": steps, "same": same, "used_gpu_bytes": used[0], "peak_host_bytes": peak_memory()}
+                    {"steps": steps, "same": same, "used_gpu_bytes": total - free, "peak_host_bytes": peak_memory()}
                 )
         del given[SOAK_BATCH]
         finite = all(bool(row.view(torch.float32).isfinite().all()) for row in expected)
@@ -533,7 +534,10 @@ def decode_step(runner: ModelRunner, batch: int, context: int) -> Iterator[Calla
 
 def _moved(stacks: Stacks, move: Callable[[Tensor], Tensor]) -> Stacks:
     """Stacks of other tensors."""
-    w1, w3, w2 = (ExpertStack(*(None if part is None else move(part) for part in stack)) for stack in stacks)  # pyright: ignore[reportArgumentType]
+    w1, w3, w2 = (
+        ExpertStack(move(weight), *(None if part is None else move(part) for part in others))
+        for weight, *others in stacks
+    )
     return w1, w3, w2
 
 
@@ -592,8 +596,8 @@ def shared_experts(hosts: Sequence[Stacks]) -> Iterator[None]:
         layers = [module for module in model.modules() if isinstance(module, Experts)]
         for number, layer in enumerate(layers):
             for linear, stack in zip(layer.projections, hosts[number % len(hosts)], strict=True):
-                linear.weight, linear.scale = parameter(stack.weight), parameter(stack.scale)
-                linear.exponent = stack.exponent
+                linear.weight, linear.exponent = parameter(stack.weight), stack.exponent
+                linear.scale = None if stack.scale is None else parameter(stack.scale)
         return hold(model, *options)
 
     loader._load, build.hold_experts, build.available_memory = load_others, share_and_hold, lambda: 1 << 50
