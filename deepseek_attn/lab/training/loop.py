@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -197,10 +197,14 @@ def train_stepwise(
     selection: str = "learned",
     curriculum: float = 0.0,
     stop: Callable[[], bool] | None = None,
+    windows: Mapping[int, int] | None = None,
 ) -> Generator[None, None, TrainResult]:
     """`train`, step by step, so that one process can train several models in turn; returns its result.
 
     On a GPU everything runs on the stream that is current in each `next`: give each training a stream of its own.
+
+    Args:
+        windows: sliding windows of layers that have another than the config's.
     """
     drafter = (mtp or MtpTraining()).filled(steps, lr, weight_decay)
     check(config, task, steps, batch, seq_len, dense_share)
@@ -210,6 +214,8 @@ def train_stepwise(
         budget_s = budget_s * steps / (steps + drafter.steps) if budget_s else None
     device = pick_device(device)
     model = build_model(config, FreshSource(config, seed), device, max_positions=config.max_position_embeddings)
+    for layer, window in (windows or {}).items():
+        model.layers[str(layer)].attn.window_size = window
     dense = DenseModel(model, torch.bfloat16 if device.type == "cuda" else torch.float32, selection, seed)
     step = BackboneStep(dense, batch, seq_len, weight_decay)
 

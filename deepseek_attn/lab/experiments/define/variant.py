@@ -34,6 +34,7 @@ class ModelVariant:
             those that the model has. Dense attention has none.
         attention: ``dense``: every query of every layer reads every token before it. No layer compresses, so this is
             the upper bound of all schedules.
+        window_layers: of dense attention: so many first layers keep their window, as V4's schedules begin.
         selection: how layers with an indexer select entries in training: ``learned``, or as controls that have the same
             entries and costs, by the layer's own attention over all of them (``oracle``) or by a hash (``random``).
         overlap, indexer: for all compressed layers, or by ratio such as ``{"16": true}``. Other ratios follow the
@@ -48,6 +49,7 @@ class ModelVariant:
     name: str
     schedule: str = "0*"
     attention: str = "compressed"
+    window_layers: int = 0
     selection: str = "learned"
     overlap: bool | Mapping[str, bool] | None = None
     indexer: bool | Mapping[str, bool] | None = None
@@ -70,6 +72,14 @@ class ModelVariant:
     def dense(self) -> bool:
         return self.attention == "dense"
 
+    def dense_layers(self, base: AnyConfig) -> range:
+        """Layers whose queries read every token."""
+        return range(self.window_layers, base.num_hidden_layers) if self.dense else range(0)
+
+    def windows(self, base: ModelConfig) -> dict[int, int]:
+        """Windows of the layers that differ from `config` in it: of dense attention those that keep theirs."""
+        return dict.fromkeys(range(self.window_layers), base.sliding_window) if self.dense else {}
+
     @overload
     def config(self, base: ModelConfig) -> ModelConfig | DeepseekV41Config: ...
     @overload
@@ -88,6 +98,10 @@ class ModelVariant:
         sizes = {"index_topk": self.index_topk, "sliding_window": self.sliding_window}
         sizes = {key: value for key, value in sizes.items() if value is not None}
         if self.dense:
+            if not self.window_layers < base.num_hidden_layers:
+                raise ValueError(
+                    f"window_layers is {self.window_layers}: the model has {base.num_hidden_layers} layers"
+                )
             sizes["sliding_window"] = min(base.max_position_embeddings, MAXIMA["sliding_window"])
         if self.v41 is not None:
             plain: ModelConfig = base.replace(num_nextn_predict_layers=0, compress_ratios=[0] * len(ratios), **sizes)
@@ -158,8 +172,11 @@ def variant_problems(label: str, raw: Mapping[str, Any]) -> list[str]:
     for key, choices in (("attention", ATTENTIONS), ("selection", SELECTIONS)):
         if raw.get(key, choices[0]) not in choices:
             problems.append(f"{label}.{key} is {raw[key]!r}: expected {', '.join(choices)}")
-    if dense and (given := sorted(set(raw) - {"name", "attention", "kv_record"})):
+    if dense and (given := sorted(set(raw) - {"name", "attention", "kv_record", "window_layers"})):
         problems.append(f"{label}: attention dense reads every token, so that {', '.join(given)} cannot be given")
+    layers = raw.get("window_layers", 0)
+    if type(layers) is not int or layers < 0 or (layers and not dense):
+        problems.append(f"{label}.window_layers is {layers!r}: expected a number of layers, with attention dense")
     if selection != "learned" and raw.get("indexer") is False:
         problems.append(f"{label}.selection is {selection!r}, and indexer is false: no layer selects entries")
     for key in ("overlap", "indexer"):
@@ -197,7 +214,7 @@ def _by_ratio(value: bool | Mapping[str, bool] | None, ratios: list[int]) -> dic
 def default_name(fields: Mapping[str, object]) -> str:
     """The default name of a variant: its schedule, and every other key it sets."""
     if fields.get("attention") == "dense":
-        return "dense"
+        return f"dense, {fields['window_layers']} window layers" if fields.get("window_layers") else "dense"
     rest = [f"{key} {_short(value)}" for key, value in fields.items() if key not in ("name", "schedule")]
     return ", ".join([str(fields.get("schedule")), *rest])
 

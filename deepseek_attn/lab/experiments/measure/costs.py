@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 
 from deepseek_attn.cache.layout import CacheLayout, PoolSpec, compressed_pages, make_layout
@@ -14,19 +16,23 @@ from deepseek_attn.runner.planner import fixed_pages, plan_layer
 
 
 def count_costs(
-    config: DeepseekV4Base, numerics: Numerics, dtype: torch.dtype, contexts: tuple[int, ...], dense: bool = False
+    config: DeepseekV4Base,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    contexts: tuple[int, ...],
+    dense_layers: Container[int] = (),
 ) -> CostResult:
     """Costs of every layer and their sums.
 
     Args:
         dtype: of plain records; contexts: tokens of a sequence, the querying one included.
-        dense: the window holds every token, whatever ``config`` says.
+        dense_layers: layers whose window holds every token, whatever ``config`` says.
     """
     layout = make_layout(config, numerics, dtype, max(contexts), 1, 1, layers=config.layers)
     pools = {spec.name: [pool for pool in layout.pools if pool.layer == spec.name] for spec in config.layers}
     layers: list[LayerCost] = []
     for spec in config.layers:
-        plan = plan_layer(spec, layout)
+        plan, dense = plan_layer(spec, layout), spec.index in dense_layers
         per_token = sum(pool.page_bytes / pool.entries for pool in pools[spec.name]) if dense else plan.per_token
         layers.append(
             {
@@ -43,7 +49,7 @@ def count_costs(
         "per_token": sum(layer["per_token"] for layer in layers),
         "fixed": sum(layer["fixed"] for layer in layers),
         "layers": layers,
-        "contexts": [_at(config, numerics, dtype, layout, pools, context, dense) for context in contexts],
+        "contexts": [_at(config, numerics, dtype, layout, pools, context, dense_layers) for context in contexts],
     }
 
 
@@ -54,10 +60,11 @@ def _at(
     layout: CacheLayout,
     pools: dict[str, list[PoolSpec]],
     context: int,
-    dense: bool,
+    dense_layers: Container[int],
 ) -> ContextCost:
     rows: list[QueryCost] = []
     for spec in config.layers:
+        dense = spec.index in dense_layers
         cached = sum(sequence_bytes(pool, layout, context, dense) for pool in pools[spec.name])
         rows.append({"sequence_bytes": cached, **query_costs(spec, config, numerics, dtype, context, dense)})
     return {

@@ -216,7 +216,7 @@ def reading_row(reading: Reading, result: TrainResult) -> RecallRow:
     length, topk = reading.dense.shape[1], config.index_topk
     position = torch.arange(length, device=reading.dense.device)
     read = reading.read.flatten(0, 1)
-    near = position.unsqueeze(1) - position < config.sliding_window
+    near = position.unsqueeze(1) - position < result.model.layers[str(spec.index)].attn.window_size
     covered = covered_tokens(read, max(spec.ratio, 1), spec.overlap, length)
     seen = near.repeat(len(reading.dense), 1) | covered
     dense = reading.dense.flatten(0, 1)

@@ -8,8 +8,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
@@ -57,6 +57,7 @@ class WorkerPool:
         finished: called with a unit and how it ended: done, failed with an error, or lost with its process.
         limit_s: a unit that takes longer has failed, and its process is killed; None waits for ever.
         until: time of the monotonic clock after which no unit begins; None: all of them do.
+        environments: variables of the processes, which take turns; one set for each GPU.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class WorkerPool:
         finished: Callable[[Work, Finished], None],
         limit_s: float | None = None,
         until: float | None = None,
+        environments: Sequence[Mapping[str, str]] = ({},),
     ):
+        self.environments = environments
         self.task, self.logs, self.jobs, self.limit_s, self.until = task, logs, jobs, limit_s, until
         self.running, self.finished = running, finished
         self.workers: list[Worker] = []
@@ -109,9 +112,10 @@ class WorkerPool:
             idle.give(queue.popleft())
 
     def _start(self) -> Worker:
-        used = {worker.log for worker in self.workers}
-        names = (self.logs / f"worker{number}.txt" for number in range(self.jobs))
-        worker = Worker(self.task, next(log for log in names if log not in used))
+        used = {worker.number for worker in self.workers}
+        number = next(number for number in range(self.jobs) if number not in used)
+        environment = self.environments[number % len(self.environments)]
+        worker = Worker(self.task, number, self.logs / f"worker{number}.txt", environment)
         self.workers.append(worker)
         return worker
 
@@ -146,24 +150,41 @@ class WorkerPool:
             self.finished(worker.unit, Finished(seconds, f"{why}; see {worker.log}"))
 
 
+@contextmanager
+def variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of this process's environment, and sets them back."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 class Worker:
     """The pool's side of one process.
 
     Attributes:
+        number: among the pool's processes.
         unit: the running unit; None while it is idle.
         began: when the process said that the unit runs, by the monotonic clock; imports come before.
         started: the process has said something.
     """
 
-    def __init__(self, task: Task, log: Path):
+    def __init__(self, task: Task, number: int, log: Path, environment: Mapping[str, str]):
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.log, self.started = log, False
+        self.number, self.log, self.started = number, log, False
         self.unit: Work | None = None
         self.began: float | None = None
         context = get_context("spawn")  # a forked process could not use CUDA
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=work, args=(theirs, log), daemon=True)
-        self.process.start()
+        with variables(environment):  # a spawned process has the environment of its start
+            self.process.start()
         theirs.close()  # the process has the only one, so that its end closes the connection
         self._send(task)
 

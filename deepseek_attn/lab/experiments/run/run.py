@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
+
+import torch
 
 from deepseek_attn.checkpoint.write import check_new_directory
 from deepseek_attn.config.options import pick_device
@@ -71,7 +74,8 @@ def run_experiment(
         f"{experiment.name}: {count + skipped} pieces of work, {skipped} done before, {count} to do on {device}"
     )
     work = grouped(left, device)
-    jobs = min(experiment.jobs, max(1, sum(not item.alone for item in work)))
+    gpus = gpu_environments(device)
+    jobs = min(experiment.jobs * len(gpus), max(1, sum(not item.alone for item in work)))
     progress = Progress(work, jobs)
     until = None if minutes is None else time.monotonic() + MINUTE * minutes
 
@@ -95,10 +99,19 @@ def run_experiment(
         make_folder(folder, experiment.name)
     with progress.bar:
         task = UnitWork(folder, device, jobs, until)
-        pool = WorkerPool(task, folder / "logs", jobs, progress.running, finished, experiment.limit_s, until)
+        pool = WorkerPool(task, folder / "logs", jobs, progress.running, finished, experiment.limit_s, until, gpus)
         for item in pool.run(work):
             outcome.paused += item.units if isinstance(item, Group) else (item,)
     states = folder / "states"
     if not any(path.is_file() for path in states.rglob("*")):
         rmtree(states, ignore_errors=True)  # the folders of states that are removed
     return outcome
+
+
+def gpu_environments(device: str) -> list[dict[str, str]]:
+    """Variables of a process for each GPU that ``device`` names: ``cuda`` all visible ones, others one."""
+    count = torch.cuda.device_count() if device == "cuda" else 1
+    if count < 2:
+        return [{}]
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [{"CUDA_VISIBLE_DEVICES": name.strip()} for name in listed.split(",")[:count]]

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,11 @@ class UnitWork:
         device, records = torch.device(self.device), self.folder / "records"
         match unit.job:
             case CostJob(variant, settings):
-                config, numerics = variant.config(settings.model), variant.numerics_from(settings.numerics)
-                return count_costs(config, numerics, pick_dtype(None, device), settings.contexts, variant.dense)
+                # a window that holds every token is counted by its tokens, not by pages for the longest sequence
+                counted = replace(variant, attention="compressed", window_layers=0)
+                config = counted.config(settings.model)
+                numerics, dense = variant.numerics_from(settings.numerics), variant.dense_layers(settings.model)
+                return count_costs(config, numerics, pick_dtype(None, device), settings.contexts, dense)
             case LayerTimeJob(variant, settings, layer):
                 config, numerics = variant.v4_config(settings.model), variant.numerics_from(settings.numerics)
                 return time_layer_kind(config, numerics, layer, settings, device, report)
@@ -153,7 +156,8 @@ class Lane:
         self.steps: Generator[None, None, TrainResult] = train_stepwise(
             job.variant.config(job.base), task, steps=setup.steps, batch=setup.batch, seq_len=setup.seq_len,
             seed=job.seed, device=device, lr=setup.lr, weight_decay=setup.weight_decay, test_batches=0,
-            selection=job.variant.selection, curriculum=setup.curriculum, state=self.state, progress=self.note,
+            windows=job.variant.windows(job.base), selection=job.variant.selection, curriculum=setup.curriculum,
+            state=self.state, progress=self.note,
             stop=None if work.until is None else lambda: time.monotonic() >= (work.until or 0.0),
         )  # fmt: skip
 

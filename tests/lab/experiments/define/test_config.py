@@ -49,6 +49,12 @@ def test_the_study_has_what_it_promises():
     ("variant", "message"),
     [
         ({"attention": "dense", "schedule": "0,4*"}, "dense reads every token, so that schedule cannot be given"),
+        ({"attention": "dense", "window_layers": 6}, "window_layers is 6: the model has 6 layers"),
+        ({"attention": "dense", "window_layers": -1}, "window_layers is -1: expected a number of layers"),
+        (
+            {"schedule": "0*", "window_layers": 1},
+            "window_layers is 1: expected a number of layers, with attention dense",
+        ),
         ({"attention": "sparse", "schedule": "0*"}, "attention is 'sparse': expected compressed, dense"),
         ({"schedule": "0,4*", "selection": "best"}, "selection is 'best': expected learned, oracle, random"),
         ({"schedule": "0,4*", "selection": "random", "indexer": False}, "no layer selects entries"),

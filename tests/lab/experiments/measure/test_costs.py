@@ -61,12 +61,23 @@ def test_flops_are_those_of_the_weights_and_the_keys(ratio, context, index_topk)
 
 def test_dense_attention_holds_and_reads_every_token():
     config = ModelVariant("v", attention="dense").config(ModelConfig.from_preset("tiny"))
-    costs = count_costs(config, get_numerics("exact"), torch.float32, (64, 1 << 20), dense=True)
+    costs = count_costs(config, get_numerics("exact"), torch.float32, (64, 1 << 20), range(config.num_hidden_layers))
     row = 4 * config.head_dim
     assert costs["per_token"] == row * config.num_hidden_layers
     for at in costs["contexts"]:
         assert at["sequence_bytes"] == at["read_bytes"] == row * config.num_hidden_layers * at["context"]
         assert at["by_layer"][0]["attention_flops"] == 4 * config.num_attention_heads * config.head_dim * at["context"]
+
+
+def test_first_layers_of_dense_attention_may_keep_their_window():
+    config, numerics = ModelVariant("v").config(ModelConfig.from_preset("tiny")), get_numerics("exact")
+    variant = ModelVariant("v", attention="dense", window_layers=2)
+    found, windows, dense = (
+        count_costs(config, numerics, torch.float32, (1 << 20,), layers)["contexts"][0]["by_layer"]
+        for layers in (variant.dense_layers(config), (), range(config.num_hidden_layers))
+    )
+    assert found == windows[:2] + dense[2:]
+    assert windows[0] != dense[0]
 
 
 def test_layers_that_share_entries_and_selections_are_counted_once():

@@ -10,6 +10,9 @@ def act(unit, report):
     action = unit.path.split("/")[0]
     print("act", unit.path, flush=True)
     report(0.5)
+    if action == "variable":
+        print(os.environ["POOL_TEST"], flush=True)
+        time.sleep(0.5)  # others start meanwhile
     if action == "crash":
         os._exit(7)
     if action == "killed":

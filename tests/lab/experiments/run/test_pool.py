@@ -13,6 +13,7 @@ from deepseek_attn.lab.experiments.define.units import Unit
 from deepseek_attn.lab.experiments.run.pool import Running, WorkerPool
 from deepseek_attn.lab.experiments.run.progress import Progress
 from deepseek_attn.lab.experiments.run.records import read_record, record_path, write_json, write_record
+from deepseek_attn.lab.experiments.run.run import gpu_environments
 from tests.lab.experiments.run.pool_tasks import CannotStart, act
 from tests.support.tiers import tiered
 
@@ -169,3 +170,32 @@ def test_a_record_counts_only_whole_and_for_its_own_inputs(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     write_json(path, {"result": 1, "fingerprint": unit.fingerprint})
     assert read_record(tmp_path, unit) is None
+
+
+def test_processes_take_turns_with_the_sets_of_variables(tmp_path, monkeypatch):
+    """Each GPU gets as many processes as another, and this process keeps its environment."""
+    monkeypatch.delenv("POOL_TEST", raising=False)
+    sets = [{"POOL_TEST": "first"}, {"POOL_TEST": "second"}]
+    pool = WorkerPool(act, tmp_path, 4, lambda *_: None, lambda *_: None, environments=sets)
+    pool.run([make(f"variable/{i}") for i in range(4)])
+    assert "POOL_TEST" not in os.environ
+    logs = [(tmp_path / f"worker{i}.txt").read_text().split() for i in range(4)]
+    assert [{word for word in log if word in ("first", "second")} for log in logs] == [{"first"}, {"second"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "listed", "expected"),
+    [
+        ("cuda", 2, None, [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]),
+        ("cuda", 2, "3, GPU-7", [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "GPU-7"}]),
+        ("cuda", 1, "3", [{}]),
+        ("cuda:1", 2, None, [{}]),
+        ("cpu", 0, None, [{}]),
+    ],
+)
+def test_an_experiment_uses_every_gpu_unless_one_is_named(monkeypatch, device, count, listed, expected):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert gpu_environments(device) == expected
