@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import check
-from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.device import fp8_view, gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.plans import Choice, LaunchBlock, RowsProblem, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import InputFormat
@@ -33,21 +33,8 @@ from deepseek_attn.kernels.moe.experts_triton import (
     swiglu_kernel,
 )
 from deepseek_attn.kernels.moe.launch_hopper import launch_hopper
-from deepseek_attn.kernels.moe.plan import (
-    PASS_TOKENS,
-    ExpertFactors,
-    ExpertsPlan,
-    ExpertsProblem,
-    FetchPlan,
-    FetchProblem,
-    GroupedProducts,
-    HopperProducts,
-    ValuesProblem,
-    plan_experts,
-    plan_fetch,
-    plan_route,
-    plan_swiglu,
-)
+from deepseek_attn.kernels.moe.plan import PASS_TOKENS, plan_experts, plan_fetch, plan_route, plan_swiglu
+from deepseek_attn.kernels.moe.problem import ExpertsPlan, ExpertsProblem, FetchPlan, FetchProblem, ValuesProblem
 from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, moe_select_kernel
 from deepseek_attn.kernels.moe.types import (
     COPY_BYTES,
@@ -136,18 +123,13 @@ def moe_experts(
             x[part], experts[part], weights[part], *stacks, float(limit), weigh_output, input_format,
             None if add is None else add[part], add_ready, slots, out[part],
         )  # fmt: skip
-        problem = ExpertsProblem.of(arguments.x, arguments.experts, stacks, input_format, num_routed, slots)
-        launch(plan_experts(problem, gpu(x.device)), arguments)
+        launch(plan_experts(ExpertsProblem.of(arguments, num_routed), gpu(x.device)), arguments)
     return out
 
 
 def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
     """One pass: the outputs of all pairs, then their weighted sum over each token, to ``arguments.out``."""
-    products = plan.products
-    if isinstance(products, HopperProducts):
-        pair_outputs = launch_hopper(plan, products, arguments)
-    else:
-        pair_outputs = launch_grouped(plan, products, arguments)
+    pair_outputs = (launch_hopper if plan.hopper else launch_grouped)(plan, arguments)
     add, out = arguments.add, arguments.out
     if arguments.add_ready is not None:
         arguments.add_ready.wait()
@@ -166,25 +148,20 @@ def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
     )
 
 
-def launch_grouped(plan: ExpertsPlan, products: GroupedProducts, arguments: ExpertsPass) -> Tensor:
+def launch_grouped(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
     """Outputs of all pairs ``[T * k, D]`` by `grouped_product_kernel`, without their weights if ``weigh_output``."""
-    x, w1, input_format, factors = arguments.x, arguments.w1, arguments.input_format, products.factors
-    slots = arguments.slots
-    routing = PairRouting(arguments.experts, arguments.weights, None, None, None if slots is None else slots.rows)
+    x, pairs = arguments.x, arguments.experts.numel()
+    routing = PairRouting(arguments.experts, arguments.weights, None, None, arguments.rows)
     if plan.grouping.kernel == "place_pairs_kernel":
         tile, block = plan.product.config.pairs, plan.grouping.config
         routing = group_pairs(routing, arguments.num_experts, tile, block, plan.pdl)
-    pairs = arguments.experts.numel()
-    hidden = torch.empty(pairs, w1.weight.shape[1], dtype=x.dtype, device=x.device)
-    outputs = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    inputs = _product_input(plan.inputs, plan, factors, x, input_format)
-    if slots is not None and slots.gates_ready is not None:
-        slots.gates_ready.wait()
-    _product(plan, factors, arguments, inputs, True, routing, hidden)
-    inputs = _product_input(products.hidden, plan, factors, hidden, input_format)
-    if slots is not None and slots.outputs_ready is not None:
-        slots.outputs_ready.wait()
-    _product(plan, factors, arguments, inputs, False, routing, outputs)
+    hidden, outputs = x.new_empty(pairs, arguments.w1.weight.shape[1]), x.new_empty(pairs, x.shape[1])
+    inputs = _product_input(plan.inputs, plan, x, arguments.input_format)
+    arguments.wait_for("gates_ready")
+    _product(plan, arguments, inputs, True, routing, hidden)
+    inputs = _product_input(plan.hidden, plan, hidden, arguments.input_format)
+    arguments.wait_for("outputs_ready")
+    _product(plan, arguments, inputs, False, routing, outputs)
     return outputs
 
 
@@ -206,13 +183,11 @@ def group_pairs(routing: PairRouting, count: int, tile: int, block: LaunchBlock,
     return routing._replace(sorted=sorted_pairs, tile_row=tile_row)
 
 
-def _product_input(
-    choice: Choice | None, plan: ExpertsPlan, factors: ExpertFactors, x: Tensor, input_format: InputFormat
-) -> ProductInput:
+def _product_input(choice: Choice | None, plan: ExpertsPlan, x: Tensor, input_format: InputFormat) -> ProductInput:
     """Rows ``[R, K]`` in the form that the product reads; converted if there is a ``choice``."""
     if choice is None:
         return ProductInput(x, None, x.stride(0))
-    (R, K), group = x.shape, input_format.group
+    (R, K), group, factors = x.shape, input_format.group, plan.factors
     values, scale = torch.empty(R, K, dtype=factors.dtype, device=x.device), None
     if factors.scaled:
         scale = torch.empty(R, cdiv(K, group), dtype=torch.float32, device=x.device)
@@ -232,23 +207,19 @@ def _product_input(
 
 
 def _product(
-    plan: ExpertsPlan,
-    factors: ExpertFactors,
-    arguments: ExpertsPass,
-    x: ProductInput,
-    gated: bool,
-    routing: PairRouting,
-    out: Tensor,
+    plan: ExpertsPlan, arguments: ExpertsPass, x: ProductInput, gated: bool, routing: PairRouting, out: Tensor
 ) -> None:
     """Launches ``out[pair] = swiglu(w1 x, w3 x)`` of the pair's expert and token, or ``w2 x`` of the pair's row."""
-    a, b = (arguments.w1, arguments.w3) if gated else (arguments.w2, None)
-    (pairs, N), tiles, group = out.shape, plan.product.config, arguments.input_format.group
-    as_bytes = factors.weights == "fp8" and not plan.native_fp8
+    (pairs, N), tiles, group, factors = out.shape, plan.product.config, arguments.input_format.group, plan.factors
+
+    def pointers(stack: ExpertStack) -> StackPointers:
+        return StackPointers(fp8_view(stack.weight) if factors.weights == "fp8" else stack.weight, stack.scale)
+
     grouped = routing.tile_row is not None
     grouped_product_kernel[(cdiv(2 * N if gated else N, tiles.rows), len(routing.tile_row) if grouped else pairs)](
         x,
-        _pointers(a, as_bytes),
-        None if b is None else _pointers(b, as_bytes),
+        pointers(arguments.w1 if gated else arguments.w2),
+        pointers(arguments.w3) if gated else None,
         out,
         routing,
         pairs,
@@ -277,10 +248,6 @@ def _product(
         num_stages=tiles.stages,
         launch_pdl=plan.pdl,
     )
-
-
-def _pointers(stack: ExpertStack, as_bytes: bool) -> StackPointers:
-    return StackPointers(stack.weight.view(torch.uint8) if as_bytes else stack.weight, stack.scale)
 
 
 def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None) -> ExpertSlots:

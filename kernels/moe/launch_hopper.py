@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from deepseek_attn.kernels.common.plans import Choice, cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.moe.experts_hopper import ExpertScales, experts_hopper_kernel
 from deepseek_attn.kernels.moe.experts_hopper_output import ExpertOutput
-from deepseek_attn.kernels.moe.plan import CHUNK, QUAD, ExpertsPlan, HopperProduct, HopperProducts
+from deepseek_attn.kernels.moe.plan import CHUNK
+from deepseek_attn.kernels.moe.problem import QUAD, ExpertsPlan, HopperProduct
 from deepseek_attn.kernels.moe.rows_triton import (
     PairRows,
     QuantizedTokens,
@@ -29,23 +32,19 @@ _BYTES = gl.NVMMASharedLayout(0, 8, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
 
 
-def launch_hopper(plan: ExpertsPlan, products: HopperProducts, arguments: ExpertsPass) -> Tensor:
+def launch_hopper(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
     """Outputs of all pairs ``[T * k, D]`` in the dtype of x, without the weights of the pairs if ``weigh_output``."""
     x, w1, w3, w2 = arguments.x, arguments.w1, arguments.w3, arguments.w2
+    first, second = plan.hopper
     rows, inputs = route_rows(plan, arguments)
     hidden = torch.empty(len(rows.pair), w1.weight.shape[1], dtype=x.dtype, device=x.device)
     outputs = torch.empty(arguments.experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     row_weights = None if arguments.weigh_output else rows.weight
-    slots = arguments.slots
-    if slots is not None and slots.gates_ready is not None:
-        slots.gates_ready.wait()
-    _product(
-        products.first, inputs, w1, w3, rows, ExpertOutput(hidden, rows.pair, row_weights, arguments.limit or None)
-    )
-    inputs = _prepared(products.hidden, hidden, None, rows, arguments)
-    if slots is not None and slots.outputs_ready is not None:
-        slots.outputs_ready.wait()
-    _product(products.second, inputs, w2, None, rows, ExpertOutput(outputs, rows.pair, None, None))
+    arguments.wait_for("gates_ready")
+    _product(first, inputs, w1, w3, rows, ExpertOutput(hidden, rows.pair, row_weights, arguments.limit or None))
+    inputs = _prepared(plan.hidden, hidden, None, rows, arguments)
+    arguments.wait_for("outputs_ready")
+    _product(second, inputs, w2, None, rows, ExpertOutput(outputs, rows.pair, None, None))
     return outputs
 
 
@@ -61,8 +60,7 @@ def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, Qua
     )
     weight = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     rows = PairRows(pair, row, weight, tiles.view(3, capacity), num_tiles)
-    slots = arguments.slots
-    routing = RowRouting(experts, arguments.weights, None if slots is None else slots.rows)
+    routing = RowRouting(experts, arguments.weights, arguments.rows)
     block, warps = plan.grouping.config
     options = {"TILE": sizes[-1], "GRANULE": sizes[0], "num_warps": warps, "launch_pdl": True}
     if plan.inputs is None:
@@ -86,9 +84,7 @@ def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, Qua
     return rows, _prepared(plan.inputs, x, experts, rows, arguments)
 
 
-def _prepared(
-    choice: Choice, x: Tensor, experts: Tensor | None, rows: PairRows, arguments: ExpertsPass
-) -> QuantizedRows:
+def _prepared(choice: Any, x: Tensor, experts: Tensor | None, rows: PairRows, arguments: ExpertsPass) -> QuantizedRows:
     """Routed rows of the tokens x, quantised; without ``experts``, x has the routed rows."""
     count, K = x.shape
     inputs = empty_quantized_rows(len(rows.pair), K, x.device)

@@ -5,17 +5,11 @@ The only file of the family that knows compute capabilities, thresholds and batc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
-from torch import Tensor
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import (
     ANY,
-    Choice,
     LaunchBlock,
     Row,
     Table,
@@ -30,101 +24,24 @@ from deepseek_attn.kernels.common.plans import (
     planner,
     up_to,
 )
-from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
-from deepseek_attn.kernels.moe.types import ExpertSlots, ExpertStack
+from deepseek_attn.kernels.moe.problem import (
+    QUAD,
+    ExpertFactors,
+    ExpertsPlan,
+    ExpertsProblem,
+    ExpertTiles,
+    FetchPlan,
+    FetchProblem,
+    HopperExpertTiles,
+    HopperExpertTiling,
+    HopperProduct,
+    ProductRows,
+    ValuesProblem,
+)
 
 PASS_TOKENS = 8192  # tokens of a pass: intermediate results of 65536 tokens of V4-Flash would need 6 GB
-INVARIANT_LOAD = 48  # rows of an expert that batch-invariant launches are planned for: tiles of 64 pairs
 COPY_PROGRAMS = 8  # of a launch that copies experts from host memory
-QUAD = 4  # blocks of 128 channels whose FP4 scales `experts_hopper_kernel` loads at once, 16 bytes of a weight row
-
-
-@dataclass(frozen=True)
-class ExpertsProblem:
-    """One pass of `moe_experts`.
-
-    Attributes:
-        tokens, topk: of the routing ``[tokens, topk]``.
-        experts: experts of this rank; routed: experts that the router chooses from.
-        hidden, inner: channels of tokens, and between the products.
-        dtype: of the tokens; weights: format of the stacks, ``plain``, ``fp8`` or ``fp4``.
-        row_exponents: FP4 stacks have exponents of their rows.
-        aligned: TMA can load the stacks: their addresses are multiples of 16 bytes.
-        batch_invariant: the result of a token must not depend on the number of tokens.
-        beside_copies: w2 is copied while the first product runs.
-    """
-
-    tokens: int
-    topk: int
-    experts: int
-    routed: int
-    hidden: int
-    inner: int
-    dtype: torch.dtype
-    weights: str
-    input_format: InputFormat
-    row_exponents: bool = False
-    aligned: bool = True
-    batch_invariant: bool = False
-    beside_copies: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        experts: Tensor,
-        stacks: tuple[ExpertStack, ExpertStack, ExpertStack],
-        input_format: InputFormat,
-        num_routed: int | None,
-        slots: ExpertSlots | None = None,
-    ) -> ExpertsProblem:
-        """The problem of a routing ``experts [T, k]`` over the stacks w1, w3 and w2."""
-        w1 = stacks[0]
-        rows, inner, _ = w1.weight.shape
-        count = rows if slots is None else len(slots.rows)
-        # threads read the scales of FP8 stacks, TMA everything else
-        loaded = [part for stack in stacks for part in stack[: 2 if w1.is_fp4 else 1] if part is not None]
-        tokens, topk = experts.shape
-        return cls(
-            tokens, topk, count, num_routed or count, x.shape[1], inner, x.dtype, w1.format, input_format,
-            all(stack.exponent is not None for stack in stacks), all(part.data_ptr() % 16 == 0 for part in loaded),
-            batch_invariant(), slots is not None and slots.outputs_ready is not None,
-        )  # fmt: skip
-
-    @property
-    def pairs(self) -> int:
-        """(token, expert) pairs of the pass."""
-        return self.tokens * self.topk
-
-    @property
-    def load(self) -> float:
-        """Mean number of rows of an expert."""
-        return INVARIANT_LOAD if self.batch_invariant else self.pairs / self.routed
-
-    @property
-    def whole_quads(self) -> bool:
-        """Both widths are multiples of 512 channels."""
-        return self.hidden % (128 * QUAD) == 0 and self.inner % (128 * QUAD) == 0
-
-
-class ExpertFactors(NamedTuple):
-    """Formats and dtypes of the factors of `grouped_product_kernel`.
-
-    Attributes:
-        weights: ``plain``, ``fp8`` or ``fp4``; dtype: of both factors.
-        quantize: inputs are quantised to FP8; scaled: and stay e4m3 with float32 scales.
-    """
-
-    weights: str
-    dtype: torch.dtype
-    quantize: bool
-    scaled: bool
-
-    @property
-    def prepared(self) -> bool:
-        """A separate launch converts the inputs."""
-        return self.quantize or self.weights == "fp4"
 
 
 def expert_factors(problem: ExpertsProblem, gpu: GPU) -> ExpertFactors:
@@ -141,45 +58,6 @@ def expert_factors(problem: ExpertsProblem, gpu: GPU) -> ExpertFactors:
 
 
 # --- products ---
-
-
-@dataclass(frozen=True)
-class ExpertTiles:
-    """Tiling of `grouped_product_kernel`.
-
-    Attributes:
-        pairs, rows, channels: of a program's tile: (token, expert) pairs of one expert, weight rows, channels at once.
-        warps, stages: of a program.
-    """
-
-    pairs: int
-    rows: int
-    channels: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class HopperExpertTiles:
-    """Tiling of `experts_hopper_kernel`.
-
-    Attributes:
-        sizes: numbers of routed rows that a tile is rounded up to, multiples of the first in rising order.
-        part: routed rows that are multiplied at once, at most.
-        stages: in flight, as far as shared memory suffices.
-        programs: per multiprocessor, 1 to 3.
-        warpgroups: that multiply, 1 to 3; three where there is one program.
-        overlap: two parts are multiplied at once, which takes registers.
-        channels: of a stage, 128 or 256; 256 with one part only, FP8 weights take 128.
-    """
-
-    sizes: tuple[int, ...]
-    part: int
-    stages: int = 8
-    programs: int = 1
-    warpgroups: int = 2
-    overlap: bool = True
-    channels: int = 128
 
 
 @condition
@@ -247,62 +125,6 @@ PRODUCTS = Table(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class HopperExpertTiling:
-    """Constants of `experts_hopper_kernel`. Triton 3.6 accepts a field in a list only when it has a constexpr name.
-
-    Attributes:
-        N, K: output channels and channels of the product.
-        FP4: weights are FP4, else FP8.
-        GATED: a job computes ``swiglu`` of two products, of 32 rows of either weight per warpgroup.
-        SIZES: numbers of routed rows that a tile is rounded up to, in rising order.
-        PART: routed rows that are multiplied at once, at most; PARTS: of the largest tile.
-        STAGES: in flight.
-        OVERLAP: two parts are multiplied at once, which takes registers.
-        SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
-        ROW_BLOCKS: jobs of a tile.
-        WARPGROUPS: that multiply.
-        WAIT: the previous launch wrote the tiles; otherwise it wrote rows of x alone.
-        CHANNELS: of a stage, 128 or 256: 256 of FP4 only, and with one part only.
-        BOX: routed rows that are loaded at once.
-        REGISTERS: of a thread of the warpgroups after the first; LOADERS: of the two warps that load.
-    """
-
-    N: int
-    K: int
-    FP4: bool
-    GATED: bool
-    SIZES: tuple[int, ...]
-    PART: int
-    PARTS: int
-    STAGES: int
-    OVERLAP: bool
-    SCALES: int
-    ROW_BLOCKS: int
-    WARPGROUPS: int
-    WAIT: bool
-    CHANNELS: int
-    BOX: int
-    REGISTERS: int
-    LOADERS: int
-
-
-class HopperProduct(NamedTuple):
-    """One launch of `experts_hopper_kernel`.
-
-    Attributes:
-        tiling: its constants.
-        weight_rows, weight_bytes: of a weight tile that is loaded at once.
-        programs: of the launch; registers: of a thread at its start.
-    """
-
-    tiling: HopperExpertTiling
-    weight_rows: int
-    weight_bytes: int
-    programs: int
-    registers: int
-
-
 SHARED_KIB = (200, 101, 66)  # for stages where a multiprocessor has 1, 2, 3 programs; outputs change layout in the rest
 
 
@@ -355,15 +177,6 @@ def hopper_product(
 # --- launches beside the products ---
 
 
-@dataclass(frozen=True)
-class ProductRows:
-    """Rows around a product kernel: pairs that are grouped for it (of one channel), or inputs that are converted."""
-
-    product: str
-    rows: int
-    channels: int = 1
-
-
 def _pair_blocks(problem: ProductRows, gpu: GPU) -> LaunchBlock:
     block = min(next_power_of_2(problem.rows), 4096)
     return LaunchBlock(block, max(1, min(8, block // 256)))
@@ -411,13 +224,6 @@ PRODUCT_INPUTS = Table(
 )
 
 
-@dataclass(frozen=True)
-class ValuesProblem:
-    """Results that programs compute in blocks, each by itself."""
-
-    values: int
-
-
 COMBINES = one_kernel(
     "moe.combine",
     "moe_combine_kernel",
@@ -433,67 +239,21 @@ SWIGLUS = one_kernel(
 )
 
 
-class GroupedProducts(NamedTuple):
-    """Both products of `grouped_product_kernel`.
-
-    Attributes:
-        hidden: converts the results of the first product; None: the second reads them as they are.
-    """
-
-    factors: ExpertFactors
-    hidden: Choice | None
-
-
-class HopperProducts(NamedTuple):
-    """Both products of `experts_hopper_kernel`; ``hidden`` quantises the results of the first for the second."""
-
-    first: HopperProduct
-    second: HopperProduct
-    hidden: Choice
-
-
-@dataclass(frozen=True)
-class ExpertsPlan:
-    """Launches of one pass of `moe_experts`, in order.
-
-    Attributes:
-        grouping: pairs by expert; `grouped_product_kernel` where it groups them itself. `prepare_decode_rows_kernel`
-            also quantises the tokens.
-        inputs: converts the tokens; None where the launch before does, or the product reads them as they are.
-        product: kernel and tiles of both products, of w1 and w3, and of w2; products: their launches.
-        combine: sums up the outputs of each token's pairs.
-        native_fp8, pdl: of the GPU.
-    """
-
-    grouping: Choice
-    inputs: Choice | None
-    product: Choice
-    products: GroupedProducts | HopperProducts
-    combine: Choice
-    native_fp8: bool
-    pdl: bool
-
-
 @planner("moe.experts")
 def plan_experts(problem: ExpertsProblem, gpu: GPU) -> ExpertsPlan:
     """Chooses the product kernel, then the launches around it."""
-    product = PRODUCTS.choose(problem, gpu)
-    tokens, pairs = problem.tokens, problem.pairs
-    grouping = GROUPINGS.choose(ProductRows(product.kernel, pairs), gpu)
+    product, factors = PRODUCTS.choose(problem, gpu), expert_factors(problem, gpu)
+    grouping = GROUPINGS.choose(ProductRows(product.kernel, problem.pairs), gpu)
     decode = grouping.kernel == "prepare_decode_rows_kernel"
-    inputs, hidden_rows = None, ProductRows(product.kernel, pairs, problem.inner)
-    if product.kernel == HOPPER:
-        hidden = PRODUCT_INPUTS.choose(hidden_rows, gpu)
-        first = hopper_product(problem, product.config, True, decode, gpu)
-        products = HopperProducts(first, hopper_product(problem, product.config, False, False, gpu), hidden)
-    else:
-        factors = expert_factors(problem, gpu)
-        hidden = PRODUCT_INPUTS.choose(hidden_rows, gpu) if factors.prepared else None
-        products = GroupedProducts(factors, hidden)
-    if hidden is not None and not decode:
-        inputs = PRODUCT_INPUTS.choose(ProductRows(product.kernel, tokens, problem.hidden), gpu)
-    combine = COMBINES.choose(ValuesProblem(tokens * problem.hidden), gpu)
-    return ExpertsPlan(grouping, inputs, product, products, combine, gpu.native_fp8, gpu.pdl)
+    inputs = hidden = None
+    if factors.prepared:
+        hidden = PRODUCT_INPUTS.choose(ProductRows(product.kernel, problem.pairs, problem.inner), gpu)
+    if factors.prepared and not decode:
+        inputs = PRODUCT_INPUTS.choose(ProductRows(product.kernel, problem.tokens, problem.hidden), gpu)
+    both = (True, decode), (False, False)
+    hopper = tuple(hopper_product(problem, product.config, *each, gpu) for each in both if product.kernel == HOPPER)
+    combine = COMBINES.choose(ValuesProblem(problem.tokens * problem.hidden), gpu)
+    return ExpertsPlan(grouping, inputs, product, hidden, combine, factors, hopper, gpu.native_fp8, gpu.pdl)
 
 
 # block: channels of a split-K partial of the scores, which `float32_product` computes; a warp selects for one token
@@ -501,14 +261,6 @@ SELECTS = one_kernel("moe.select", "moe_select_kernel", (ANY, LaunchBlock(256, 1
 
 
 # --- experts that the device fetches from host memory ---
-
-
-@dataclass(frozen=True)
-class FetchProblem:
-    """A layer of ``experts``, of which some are copied; aligned: in words of 16 bytes."""
-
-    experts: int
-    aligned: bool
 
 
 def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchBlock:
@@ -521,15 +273,6 @@ CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_progr
 COPIES = one_kernel(  # programs
     "moe.copies", "copy_experts_kernel", (ANY, LaunchBlock(COPY_PROGRAMS), "h200_host_experts.json: copies")
 )
-
-
-@dataclass(frozen=True)
-class FetchPlan:
-    """Launches of `fetch_experts`: ``choose`` which experts go where, then ``copy`` w1 and w3 of them, then w2."""
-
-    choose: Choice
-    copy: Choice
-    pdl: bool
 
 
 @planner("moe.fetch_experts")

@@ -194,6 +194,17 @@ class ExpertsPass(NamedTuple):
     out: Tensor
 
     @property
+    def rows(self) -> Tensor | None:
+        """Rows of the stacks, by expert; None: expert e is in row e."""
+        return None if self.slots is None else self.slots.rows
+
+    @property
     def num_experts(self) -> int:
         """Experts that ids may name."""
-        return len(self.w1.weight if self.slots is None else self.slots.rows)
+        return len(self.w1.weight if self.rows is None else self.rows)
+
+    def wait_for(self, ready: str) -> None:
+        """Launches from here on wait for an event of ``slots``, if it has that."""
+        event = getattr(self.slots, ready, None)
+        if event is not None:
+            event.wait()

@@ -27,7 +27,7 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import RowsProblem, recorded_choices
 from deepseek_attn.kernels.indexer.plan import BlocksProblem, IndexQueryProblem, ScoresProblem
 from deepseek_attn.kernels.indices.plan import IndexProblem
-from deepseek_attn.kernels.moe.plan import FetchProblem
+from deepseek_attn.kernels.moe.problem import FetchProblem
 from deepseek_attn.runner.step_plans import step_plans
 from tests.house.test_plans import TABLES
 from tests.support.v41_cases import FOUR_LAYERS

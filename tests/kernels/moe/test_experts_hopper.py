@@ -23,10 +23,11 @@ from triton import cdiv
 from deepseek_attn.kernels.common import fp4_hopper
 from deepseek_attn.kernels.moe import experts_hopper, experts_hopper_weights, launch_hopper
 from deepseek_attn.kernels.moe import launch as moe
-from deepseek_attn.kernels.moe.plan import HOPPER, PRODUCTS, HopperExpertTiles
+from deepseek_attn.kernels.moe.plan import HOPPER, PRODUCTS
+from deepseek_attn.kernels.moe.problem import ExpertsProblem, HopperExpertTiles
 from deepseek_attn.kernels.moe.types import ExpertsPass
 from tests.kernels.compiled_launches import compiled_ops, ptxas_report
-from tests.support.typed import of_type, required
+from tests.support.typed import required
 
 BF16, F32 = torch.bfloat16, torch.float32
 FP8_INPUT = InputFormat(fp8=True)
@@ -94,8 +95,12 @@ def test_scales_of_a_group_in_four_blocks():
 # --- what is launched ---
 
 
+def pass_of(case, input_format=FP8_INPUT):
+    return ExpertsPass(*case, 4.0, False, input_format, None, None, None, torch.empty_like(case.x))
+
+
 def problem_of(case, input_format=FP8_INPUT):
-    return plan.ExpertsProblem.of(case.x, case.experts, (case.w1, case.w3, case.w2), input_format, None)
+    return ExpertsProblem.of(pass_of(case, input_format), None)
 
 
 def taking(config):
@@ -180,10 +185,9 @@ def test_it_compiles(tmp_path, fmt, name):
 def test_launches_beside_the_products(tokens, grouping):
     made = plan.plan_experts(problem_of(make_case(tokens, 1024, 512, 32, 6, "fp4", BF16, "meta")), H200)
     assert [choice.kernel for choice in (made.grouping, made.inputs) if choice] == grouping
-    assert (made.product.kernel, required(made.products.hidden).kernel) == (HOPPER, "prepare_rows_kernel")
-    products = of_type(made.products, plan.HopperProducts)
-    assert (tokens == 10) == products.first.tiling.WAIT
-    assert not products.second.tiling.WAIT
+    assert (made.product.kernel, required(made.hidden).kernel) == (HOPPER, "prepare_rows_kernel")
+    assert (tokens == 10) == made.hopper[0].tiling.WAIT
+    assert not made.hopper[1].tiling.WAIT
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
@@ -197,8 +201,7 @@ def test_rows_of_pairs(gpu, tokens):
     case.experts[: tokens // 3, 0] = 4
     with taking(HopperExpertTiles((16, 32, 64), 64)):
         made = plan.plan_experts(problem_of(case), gpu_of(case.x.device))
-    arguments = ExpertsPass(*case, 4.0, False, FP8_INPUT, None, None, None, torch.empty_like(case.x))
-    rows, quantized = launch_hopper.route_rows(made, arguments)
+    rows, quantized = launch_hopper.route_rows(made, pass_of(case))
     tiles = rows.tiles[:, : int(rows.num_tiles)].T.tolist()
     chosen, start, expected = case.experts.flatten(), 0, []
     for expert in range(9):

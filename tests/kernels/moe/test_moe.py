@@ -11,6 +11,8 @@ from deepseek_attn.kernels.common.device import gpu as gpu_of
 from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, Row, forced_row
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.moe import ExpertStack, plan, reference
+from deepseek_attn.kernels.moe.problem import ExpertFactors, ExpertsProblem, HopperExpertTiles
+from deepseek_attn.kernels.moe.types import ExpertsPass
 from tests.kernels.moe.moe_cases import FORMATS, make_case, stack
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -76,12 +78,12 @@ def test_swiglu_compiles(arch):
 
 
 def factors(weights, dtype, fp8_input, pow2, capability):
-    problem = plan.ExpertsProblem(1, 6, 32, 32, 512, 256, dtype, weights, InputFormat(fp8_input, pow2))
+    problem = ExpertsProblem(1, 6, 32, 32, 512, 256, dtype, weights, InputFormat(fp8_input, pow2))
     return plan.expert_factors(problem, GPU(capability, 132))
 
 
 def test_products_are_computed_in_what_holds_their_factors():
-    bf16, f32, Factors = torch.bfloat16, torch.float32, plan.ExpertFactors
+    bf16, f32, Factors = torch.bfloat16, torch.float32, ExpertFactors
     assert factors("plain", f32, True, True, (9, 0)) == Factors("plain", f32, False, False)
     assert factors("fp8", bf16, True, False, (9, 0)) == Factors("fp8", torch.float8_e4m3fn, True, True)
     assert factors("fp8", bf16, True, True, (8, 0)) == Factors("fp8", bf16, True, False)
@@ -108,12 +110,12 @@ def test_tiles_follow_the_rows_of_an_expert():
         gpu, chosen, alike = GPU(capability, 132), {}, set()
         for tokens in tiles:
             sizes = (tokens, 6 if weights == "fp4" else 8, 256, 256, 4096, 2048, torch.bfloat16, weights)
-            config = plan.plan_experts(plan.ExpertsProblem(*sizes, InputFormat(True), True), gpu).product.config
-            if isinstance(config, plan.HopperExpertTiles):
+            config = plan.plan_experts(ExpertsProblem(*sizes, InputFormat(True), True), gpu).product.config
+            if isinstance(config, HopperExpertTiles):
                 chosen[tokens] = config.sizes[-1], 64 * config.warpgroups
             else:
                 chosen[tokens] = config.pairs, config.rows
-            invariant = plan.ExpertsProblem(*sizes, InputFormat(True), True, batch_invariant=True)
+            invariant = ExpertsProblem(*sizes, InputFormat(True), True, batch_invariant=True)
             alike.add(plan.plan_experts(invariant, gpu).product)
         assert chosen == tiles
         assert len(alike) == 1
@@ -122,7 +124,7 @@ def test_tiles_follow_the_rows_of_an_expert():
 @pytest.mark.parametrize(("inner", "channels"), [(2048, 512), (2304, 256)])
 def test_blocks_of_one_token_divide_the_widths(inner, channels):
     """V4.1's inner width is four and a half blocks of 512 channels."""
-    problem = plan.ExpertsProblem(1, 6, 384, 384, 5120, inner, torch.bfloat16, "fp4", InputFormat(False), True)
+    problem = ExpertsProblem(1, 6, 384, 384, 5120, inner, torch.bfloat16, "fp4", InputFormat(False), True)
     assert plan.PRODUCTS.choose(problem, GPU((9, 0), 132)).config.channels == channels
 
 
@@ -239,8 +241,8 @@ def test_a_token_does_not_depend_on_the_others(gpu, fmt):
     """Bit for bit within one launch configuration, whatever shares its expert."""
     case = make_case(100, 512, 256, 32, 6, fmt)
     case.experts[:60, 0] = 3
-    stacks = case.w1, case.w3, case.w2
-    problem = plan.ExpertsProblem.of(case.x, case.experts, stacks, InputFormat(True), None)
+    arguments = ExpertsPass(*case, 4.0, False, InputFormat(True), None, None, None, torch.empty_like(case.x))
+    problem = ExpertsProblem.of(arguments, None)
     together, choice = run(case), plan.PRODUCTS.choose(problem, gpu_of(case.x.device))
     order = torch.randperm(100)
     assert torch.equal(run(case.of(order)), together[order])
