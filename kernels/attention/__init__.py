@@ -13,7 +13,7 @@ from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.common.records import CacheRecord
 
 
-@contract("attend")
+@contract()
 def sparse_attention(
     q: Tensor,
     kv: Tensor,
@@ -55,7 +55,7 @@ def sparse_attention(
     ...
 
 
-@contract("attend")
+@contract()
 def sparse_attention_paged(
     q: Tensor,
     keys: Sequence[PagedKeys],
@@ -85,7 +85,7 @@ def sparse_attention_paged(
     ...
 
 
-@contract("attend", tensor="q")
+@contract(tensor="q")
 def attend_raw_q(
     raw_q: RawQueries,
     keys: Sequence[PagedKeys],
@@ -144,7 +144,7 @@ def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None
     return op(q, kv, scale, d_v)
 
 
-@contract("gather")
+@contract()
 def dequantize_and_gather_k_cache(
     out: Tensor,
     record: CacheRecord,

@@ -23,7 +23,7 @@ def _in_triton(rows: IndexQueryRows) -> bool:
     return runs_triton(rows.q) and rows.q.shape[1] == rows.weights.shape[1] * TRITON_HEAD_DIM
 
 
-@contract("query", when=_in_triton)
+@contract(when=_in_triton)
 def index_query(rows: IndexQueryRows) -> IndexQueries:
     """Applies RoPE and, if requested, the Hadamard matrix; quantises to the keys' format; folds scales into weights.
 
@@ -38,7 +38,7 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     ...
 
 
-@contract("query", when=lambda raw_q, index: _in_triton(index))
+@contract(when=lambda raw_q, index: _in_triton(index))
 def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`query_norm_rope` of the layer's heads and `index_query` of the indexer's, for the same tokens, in one launch.
 
@@ -54,7 +54,7 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     ...
 
 
-@contract("query", when=lambda queries, index: _in_triton(index))
+@contract(when=lambda queries, index: _in_triton(index))
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`absorb_queries` of a V3.2 layer and `index_query` of its indexer, for the same tokens; few in one launch.
 

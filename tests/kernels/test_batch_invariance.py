@@ -17,12 +17,13 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.cache.records import make_index_record, make_kv_record
-from deepseek_attn.kernels.attention import PagedKeys, attend
+from deepseek_attn.kernels.attention import PagedKeys
+from deepseek_attn.kernels.attention import launch as attend
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import ROW_TILE, batch_invariant, batch_invariant_ops, in_row_tiles
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.hyper_connection import launch as hyper_connection
-from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedIndexKeys, query
+from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedIndexKeys
 from deepseek_attn.kernels.indexer import launch as indexer_launch
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight
 from deepseek_attn.kernels.latent import launch as latent
@@ -76,7 +77,7 @@ def absorbed_queries(T: int) -> None:
     table, at = of(*TABLE, dtype=F32), positions(T)
     rows = LatentQueries(of(T, 16 * 192), latent_weight(0), table, at, 16)
     index = IndexQueryRows(of(T, 64 * 128), of(T, 64, dtype=F32), table, at, 0.1, "fp8", half_split=True)
-    query.latent_queries(rows, index)
+    indexer_launch.latent_queries(rows, index)
 
 
 def window_and_entries(T: int) -> None:

@@ -35,7 +35,7 @@ class Launch(NamedTuple):
 def forced(launch):
     """Attention in this context is launched as ``launch`` says; as planned if it is None."""
     pytest.importorskip("triton", reason="the package triton is not installed")
-    from deepseek_attn.kernels.attention import attend
+    from deepseek_attn.kernels.attention import launch as attend
 
     def plan_attend(problem, gpu):
         on_hopper = {64: "attend_hopper_kernel", 128: "attend_v32_hopper_kernel"}

@@ -92,7 +92,7 @@ def test_the_reference_is_its_parts():
 
 def op(heads, pools, scale, sink, groups, pow2_scales=True, config=None, q=None):
     pytest.importorskip("triton", reason="the package triton is not installed")
-    from deepseek_attn.kernels.attention.attend import attend_raw_q
+    from deepseek_attn.kernels.attention.launch import attend_raw_q
 
     with forced(config):
         return attend_raw_q(heads, pools, scale, sink, groups, pow2_scales, q)
@@ -145,7 +145,7 @@ def test_what_is_chosen(gpu, H, K):
 @pytest.mark.parametrize("at", range(10))
 def test_roundings_are_those_of_the_parts(gpu, at, pow2):
     """But for what a compiler adds in one instruction here and in two there; without the norm, whose sums differ."""
-    from deepseek_attn.kernels.attention.attend import sparse_attention_paged
+    from deepseek_attn.kernels.attention.launch import sparse_attention_paged
     from deepseek_attn.kernels.insert import query_norm_rope
     from deepseek_attn.kernels.linear.launch import Rope, quantize_rows
 

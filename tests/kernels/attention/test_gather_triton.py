@@ -10,7 +10,7 @@ from deepseek_attn.kernels.attention.reference import dequantize_and_gather_k_ca
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.attention import gather
+from deepseek_attn.kernels.attention import launch as gather
 
 RECORDS = {
     "V4": Fp8DsMlaRecord(448, 64),
@@ -132,7 +132,7 @@ def test_refuses(gpu):
         "seq_lens must be": (out, record, pool, lens.repeat(2), None, table, 2, 0),
         "out must be .*, 128. with contiguous rows": (out[..., :-1], record, pool, lens, None, table, 2, 0),
         "a pool of 64 entries": (out, record, pool, lens, None, table, 64, 0),
-        "records that are gathered": (out, IndexFp8Record(128), pool, lens, None, table, 2, 0),
+        "records that are read": (out, IndexFp8Record(128), pool, lens, None, table, 2, 0),
         "multiples of 2 bytes": (out, record, pool.flatten()[1:].unfold(0, 600, 600), lens, None, table, 2, 0),
     }
     for message, arguments in wrong.items():

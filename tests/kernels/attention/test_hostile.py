@@ -138,7 +138,7 @@ def in_triton(*config) -> Implementation:
     """The launch that the shapes choose, or this `Launch`."""
 
     def run(inputs: Inputs) -> Result:
-        from deepseek_attn.kernels.attention.attend import sparse_attention_paged
+        from deepseek_attn.kernels.attention.launch import sparse_attention_paged
 
         with forced(Launch(*config) if config else None):
             return sparse_attention_paged(inputs.q, inputs.keys, SCALE, inputs.sink, 512)
@@ -259,7 +259,7 @@ def rows_in_torch(inputs: Inputs) -> Result:
 
 def rows_in_triton(*config) -> Implementation:
     def run(inputs: Inputs) -> Result:
-        from deepseek_attn.kernels.attention.attend import sparse_attention
+        from deepseek_attn.kernels.attention.launch import sparse_attention
 
         (keys,) = inputs.keys
         with forced(Launch(*config) if config else None):

@@ -25,7 +25,7 @@ from tests.kernels.attention.sparse_attention_cases import (
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.attention.attend import sparse_attention, sparse_attention_paged
+from deepseek_attn.kernels.attention.launch import sparse_attention, sparse_attention_paged
 from tests.support.typed import required
 
 

@@ -12,7 +12,7 @@ from tests.kernels.attention.sparse_attention_cases import LIMIT, Launch, check,
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.attention.attend import sparse_attention_paged
+from deepseek_attn.kernels.attention.launch import sparse_attention_paged
 from deepseek_attn.kernels.attention.plan import AttendProblem, AttendTiles, plan_attend
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import recorded_plans

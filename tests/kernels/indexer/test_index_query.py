@@ -88,7 +88,7 @@ def test_a_head_with_a_nan_or_an_infinity_does_not_pass_unseen(fmt, bad):
 @pytest.fixture
 def kernel(triton_device):
     pytest.importorskip("triton", reason="the package triton is not installed")
-    from deepseek_attn.kernels.indexer.query import index_query
+    from deepseek_attn.kernels.indexer.launch import index_query
 
     return index_query
 
@@ -156,7 +156,7 @@ def test_kernel_refuses_what_it_cannot_take(kernel, device):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_with_the_heads_of_the_layer_in_one_launch(kernel, device, fmt, T):
     """Equal to the bit to what either op returns alone; padding heads are zero."""
-    from deepseek_attn.kernels.indexer.query import queries
+    from deepseek_attn.kernels.indexer.launch import queries
     from deepseek_attn.kernels.insert import RawQueries
     from deepseek_attn.kernels.insert.launch import query_norm_rope
 
@@ -189,7 +189,7 @@ def test_with_the_latent_queries_of_the_layer(request, device, triton, fp8, T):
     op, absorb, index_query = reference.latent_queries, latent.absorb_queries, reference.index_query
     if triton:
         index_query = request.getfixturevalue("kernel")
-        from deepseek_attn.kernels.indexer.query import latent_queries as op
+        from deepseek_attn.kernels.indexer.launch import latent_queries as op
         from deepseek_attn.kernels.latent.launch import absorb_queries as absorb
     q, weights, cos_sin, positions = make(T, 20, torch.float16, device)
     heads = torch.randn(T, 3 * 192, device=device).half()
