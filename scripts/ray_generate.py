@@ -19,7 +19,7 @@ from typing import Any
 
 from deepseek_attn.cli.batch import PromptBatch, encoder, open_batch
 from deepseek_attn.cli.generate import add_options, check_flags, default_checkpoint, sampling_params
-from deepseek_attn.cli.options import Parser, check_bounds, runner_options
+from deepseek_attn.cli.options import Parser, check_bounds, check_files, runner_options
 from deepseek_attn.cli.records import check_records, record_arguments
 from deepseek_attn.engine.llm import LLM, IndexedCompletion, IndexedPrompt
 from deepseek_attn.engine.sampling import SamplingParams
@@ -141,6 +141,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         check_bounds(args)
+        check_files(args)
         return run(args)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")

@@ -19,7 +19,7 @@ from types import FrameType, ModuleType
 from typing import NamedTuple
 
 from deepseek_attn.cli.log import logged
-from deepseek_attn.cli.options import Parser, check_bounds
+from deepseek_attn.cli.options import Parser, check_bounds, check_files
 from deepseek_attn.cli.terminal import say
 from deepseek_attn.utils.version import __version__
 
@@ -111,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
             args.command_line = words  # for processes that run the same command
             program += f" {args.command}"
             check_bounds(args)
+            check_files(args)
             with logged(getattr(args, "log_level", logging.WARNING)):
                 return args.run(args) or 0
         finally:

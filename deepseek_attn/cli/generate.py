@@ -18,6 +18,7 @@ from deepseek_attn.cli.records import add_record_options, check_records, record_
 from deepseek_attn.cli.terminal import say
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
 from deepseek_attn.data import SMALL_CHECKPOINT
+from deepseek_attn.utils.json_files import parse_json
 
 if TYPE_CHECKING:
     from deepseek_attn.engine.sampling import SamplingParams
@@ -267,10 +268,13 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def schema(given: str | None) -> str | None:
-    """The JSON text of ``--json-schema``, which is that or names a file."""
-    if given is None or given.lstrip().startswith("{"):
-        return given
-    return read_text("--json-schema", given)
+    """The JSON text of ``--json-schema``, which is that or names a file. ValueError: not readable, or not JSON."""
+    if given is None:
+        return None
+    inline = given.lstrip().startswith("{")
+    text = given if inline else read_text("--json-schema", given)
+    parse_json(text, "--json-schema" if inline else f"--json-schema {given}")
+    return text
 
 
 def bias(text: str) -> tuple[int, float]:
@@ -285,7 +289,7 @@ def bias(text: str) -> tuple[int, float]:
 def is_conversation(args: argparse.Namespace) -> bool:
     """Whether turns are typed on this terminal: ``--chat`` without anything to answer."""
     given = (args.prompt, args.token_ids, args.prompts, args.messages)
-    return args.chat and all(source is None for source in given) and sys.stdin.isatty()
+    return args.chat and all(source is None for source in given) and sys.stdin is not None and sys.stdin.isatty()
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -339,7 +343,8 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
     if args.token_ids is not None:
         return args.token_ids
     prompt = args.prompt
-    if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+    piped_in = sys.stdin is not None and not sys.stdin.isatty()
+    if prompt == "-" or (prompt is None and piped_in):
         piped = read_text("--prompt", "-")
         # with no --prompt, an empty standard input (a script, a service) is not a request for an empty prompt
         prompt = piped if piped or prompt == "-" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import reprlib
 import sys
@@ -294,6 +295,24 @@ def check_bounds(args: argparse.Namespace) -> None:
                 raise ValueError(f"{flag} {number}: must be {supported}")
 
 
+WRITTEN = ("out", "json", "records", "profile", "plot", "write")
+READ = ("model", "config", "prompts", "messages", "tools", "json_schema", "grammar", "token_ids")
+READ += ("replay", "text", "outputs")
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """ValueError for a file or folder that one flag reads and another one would replace."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    for output in (name for name in WRITTEN if isinstance(given.get(name), str) and os.path.exists(given[name])):
+        for name in READ:
+            for path in given[name] if isinstance(given.get(name), list) else [given.get(name)]:
+                if isinstance(path, str) and os.path.exists(path) and os.path.samefile(path, given[output]):
+                    raise ValueError(
+                        f"--{output} {given[output]} would replace what --{name.replace('_', '-')} reads: name another "
+                        "place"
+                    )
+
+
 class Parser(argparse.ArgumentParser):
     """A parser, as are those of its commands, whose flags are `nonempty` texts and `integer`s of 64 bits.
 
@@ -334,9 +353,13 @@ def read_text(flag: str, path: str) -> str:
         ValueError: it cannot be read, or is not UTF-8 text.
     """
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        if path != "-":
+            return Path(path).read_text(encoding="utf-8")
+        if sys.stdin is None:
+            raise ValueError(f"{flag} {path}: standard input is closed")
+        return sys.stdin.read()
     except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from error
+        raise ValueError(f"{flag} {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag} {path}: not UTF-8 text ({error})") from error
 

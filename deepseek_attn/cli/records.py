@@ -37,8 +37,7 @@ def check_records(args: argparse.Namespace, single: bool) -> None:
         single: there is one prompt, with one completion.
 
     Raises:
-        ValueError: no folder can be made at ``--records``, or no file written; nothing at ``--replay``; a file where
-            there are several prompts.
+        ValueError: no folder can be made at ``--records``, or no file written; a file where there are several prompts.
     """
     from deepseek_attn.runner.token_records import record_path
     from deepseek_attn.utils.files import check_output
@@ -49,12 +48,24 @@ def check_records(args: argparse.Namespace, single: bool) -> None:
         check_output(args.records, "--records")
     elif args.records is not None:
         record_path(args.records, "0")
-    if args.replay is None:
+    check_replay(args.replay, None if args.prompts is None else "--prompts needs")
+
+
+def check_replay(replay: str | None, several: str | None) -> None:
+    """Checks ``--replay`` before a model is loaded.
+
+    Args:
+        several: of several prompts, the beginning of the message.
+
+    Raises:
+        ValueError: there is nothing, or a file where there are several prompts.
+    """
+    if replay is None:
         return
-    if not Path(args.replay).exists():
-        raise ValueError(f"--replay {args.replay}: no such file or folder: write it with --records")
-    if args.prompts is not None and not Path(args.replay).is_dir():
-        raise ValueError(f"--replay {args.replay}: --prompts needs a folder, with i{SUFFIX} for prompt i")
+    if not Path(replay).exists():
+        raise ValueError(f"--replay {replay}: no such file or folder: write it with --records")
+    if several is not None and not Path(replay).is_dir():
+        raise ValueError(f"--replay {replay}: {several} a folder, with i{SUFFIX} for prompt i")
 
 
 def is_file(records: str) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.load_report import add_report_option, show_report
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, layer_numbers, runner_options
-from deepseek_attn.cli.records import replay_file
+from deepseek_attn.cli.records import check_replay, replay_file
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.garbage import without_collections
 from deepseek_attn.utils.json_files import read_json
@@ -75,8 +75,7 @@ def run(args: argparse.Namespace) -> None:
     out = Path(args.out)
     check_output(out, "--out")
     prompts = read_token_lists(Path(args.token_ids))
-    if args.replay is not None and not Path(args.replay).is_dir() and len(prompts) > 1:
-        raise ValueError(f"--replay {args.replay}: {len(prompts)} lists need a folder, with i.safetensors for list i")
+    check_replay(args.replay, f"{len(prompts)} lists need" if len(prompts) > 1 else None)
     replay = None if args.replay is None else [replay_file(args.replay, i) for i in range(len(prompts))]
     runner = ModelRunner.from_pretrained(args.model, layers=args.layers, **runner_options(args))
     show_report(runner, args)

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from deepseek_attn.cli import main
+from deepseek_attn.cli import COMMANDS, main
 from deepseek_attn.config.model import ModelConfig
 from tests.support.exit_codes import exit_code
 
@@ -42,14 +42,134 @@ def place(tmp_path, monkeypatch):
 
 def refused(capsys, place, *command: str) -> str:
     """The message of a command that fails as wrong input should."""
-    before = sorted(place.rglob("*"))
+    before = {path: path.lstat().st_mtime_ns for path in place.rglob("*")}
     code = exit_code(main, list(command))
     captured = capsys.readouterr()
     assert code == 2
     assert "Traceback" not in captured.err
-    assert "error: " in captured.err
-    assert sorted(place.rglob("*")) == before
+    assert captured.err.count("error: ") == 1
+    assert {path: path.lstat().st_mtime_ns for path in place.rglob("*")} == before
     return captured.err
+
+
+# Each flag that reads or writes a file or a folder, and each that takes JSON: a wrong one, and a part of the message.
+# {MODEL} is a checkpoint.
+FILES = {
+    "generate": [
+        ("--model broken --prompt x", "broken/config.json): not valid JSON at line 1"),
+        ("--model unweighted --prompt x", "no safetensors checkpoint in unweighted"),
+        ("--model file --prompt x", "'file' is a file; a checkpoint is a directory"),
+        ("--model {MODEL} --prompts file --out full", "'full' cannot be written: it is a folder"),
+        ("--model {MODEL} --prompts keys", "--prompts keys: line 1: no such keys: bogus; there are prompt, token_ids"),
+        ("--model {MODEL} --messages broken.json", "--messages broken.json: not valid JSON at line 1, column 7"),
+        ("--model {MODEL} --messages object.json", "messages must be a non-empty list such as"),
+        ("--model {MODEL} --messages full", "--messages full: Is a directory"),
+        ("--model {MODEL} --messages king", "role 'king' is not supported (supported: system, developer"),
+        ("--model {MODEL} --chat --prompt x --tools broken.json", "--tools broken.json: not valid JSON"),
+        ("--model {MODEL} --chat --prompt x --tools object.json", "--tools object.json: expected a JSON list of"),
+        ("--model {MODEL} --prompt x --json-schema broken.json", "--json-schema broken.json: not valid JSON at line 1"),
+        ('--model {MODEL} --prompt x --json-schema {"a":', "--json-schema: not valid JSON at line 1, column 6"),
+        ("--model {MODEL} --prompt x --json-schema none", "--json-schema none: No such file"),
+        ("--model {MODEL} --prompt x --grammar bytes", "--grammar bytes: not UTF-8 text"),
+        ("--model {MODEL} --prompt x --grammar empty", "grammar='': must be text that is not empty"),
+        ("--model {MODEL} --prompt x --records file", "the folder 'file' cannot be made"),
+        ("--model {MODEL} --prompt x --records no/o.safetensors", "the folder 'no' does not exist"),
+        ("--model {MODEL} --prompt x --replay none", "--replay none: no such file or folder: write it with --records"),
+        ("--model {MODEL} --prompt x --replay file", "'file' cannot be read as records"),
+        ("--model {MODEL} --prompt x --profile full", "no trace can be written to full: it is a folder"),
+        ("--model {MODEL} --prompts file --profile file", "--profile file would replace what --prompts reads"),
+    ],
+    "score": [
+        ("--model full --token-ids ids.json --out o", "no config.json in directory 'full'"),
+        ("--model {MODEL} --token-ids broken.json --out o", "--token-ids broken.json: not valid JSON at line 1"),
+        ("--model {MODEL} --token-ids object.json --out o", "expected a non-empty list of token-id lists, such as"),
+        ("--model {MODEL} --token-ids ids.json --out ids.json", "--out ids.json would replace what --token-ids reads"),
+        ("--model {MODEL} --token-ids ids.json --out o --records file", "the folder 'file' cannot be made"),
+        ("--model {MODEL} --token-ids ids.json --out o --replay none", "--replay none: no such file or folder"),
+    ],
+    "inspect": [
+        ("--model broken --prompt x --out o.html", "broken/config.json): not valid JSON"),
+        ("--model {MODEL} --prompt x --out full", "--out full: it is a folder"),
+        ("--model {MODEL} --prompt x --out o.html --json no/o.json", "--json no/o.json: the folder 'no'"),
+    ],
+    "info": [
+        ("--plans broken.json --gpu h100", "invalid config (broken.json): not valid JSON at line 1"),
+        ("--plans full --gpu h100", "no config.json in directory 'full'"),
+    ],
+    "plan": [
+        ("--model broken.json", "invalid config (broken.json): not valid JSON at line 1, column 7"),
+        ("--model object.json", "model_type is None with architectures None, supported is"),
+    ],
+    "warmup": [("--model broken.json --gpu h100", "invalid config (broken.json): not valid JSON")],
+    "make-checkpoint": [
+        ("--config ids.json --out o", "invalid config (ids.json): expected a JSON object, got list"),
+        ("--config bytes --out o", "invalid config (bytes): not UTF-8 text at byte 1"),
+        ("--out full", "full exists and is not an empty directory"),
+    ],
+    "crop": [
+        ("--model none --out o --layers 0", "'none' is not a directory, JSON file or preset"),
+        ("--model unweighted --out o --layers 0", "no safetensors checkpoint in unweighted"),
+        ("--model {MODEL} --out full --layers 0", "full exists and is not an empty directory"),
+        ("--model {MODEL} --out full --layers 0 --overwrite", "only what `deepseek-attn crop` wrote is overwritten"),
+        ("--model {MODEL} --out {MODEL} --layers 0 --overwrite", "would replace what --model reads"),
+        ("--model {MODEL} --out o --layers 7", "layers=[7]: deepseek_v4 has layers 0 to 0 here"),
+        ("--model {MODEL} --out o --without wings", "without wings: supported are mtp, engram, vision"),
+    ],
+    "port-check": [
+        ("v4_moe --outputs none", "none"),
+        ("v4_moe --outputs file", "'file' is no safetensors file"),
+        ("file --list", "file is no safetensors file"),
+        ("banana --write o", "no fixture banana: there are v4_swa_layer"),
+        ("--write file", "file is a file; choose another place"),
+        ("--write o --model none --layers 0", "'none' is not a directory, JSON file or preset"),
+        ("--write o --model {MODEL} --layers 0,9", "layers [9] do not exist: the model has layers 0 to 0"),
+    ],
+    "bench": [
+        ("op --plot no/o.svg", "--plot no/o.svg: the folder 'no' does not exist"),
+        ("layer --model broken.json", "invalid config (broken.json): not valid JSON"),
+        ("model --model full", "no config.json in directory 'full'"),
+        ("tune linear --out no/o.json", "--out no/o.json: the folder 'no' does not exist"),
+        ("tune banana", "no family of kernels 'banana': choose from attention"),
+        ("engine --model broken.json", "invalid config (broken.json): not valid JSON"),
+        ("structured --model full", "no tokenizer.json in full"),
+        ("memory --model broken.json --limits 1:2", ""),
+    ],
+    "train": [
+        ("--config broken.json --text bytes", "invalid config (broken.json): not valid JSON"),
+        ("--config list.json --text bytes", "expected a JSON object, got list"),
+        ("--device tpu --text bytes", "device 'tpu': supported are cpu, cuda and cuda:N"),
+        ("--text file none", "--text none: No such file"),
+        ("--task copy --out full", "full exists and is not an empty directory"),
+    ],
+    "experiment": [
+        ("run broken.json", "experiment broken.json: not valid JSON at line 1, column 7"),
+        ("run list.json", "expected a JSON object, got list"),
+        ("run smoke --out file", "file exists and is not an empty directory"),
+        ("resume smoke --out full", "'full' holds no results of experiment 'smoke'"),
+        ("report smoke --out none --against none", "no results in 'none'"),
+    ],
+}
+
+
+def test_every_command_has_wrong_files():
+    assert FILES.keys() == COMMANDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"), [(command, *case) for command, cases in FILES.items() for case in cases]
+)
+def test_files(checkpoint, place, capsys, command, flags, message):
+    (place / "broken.json").write_text('{"a": ')
+    (place / "object.json").write_text('{"a": 1}')
+    (place / "list.json").write_text("[1, 2]")
+    (place / "king").write_text('[{"role": "king", "content": "x"}]')
+    (place / "keys").write_text('{"prompt": "x", "bogus": 1}')
+    for name in ("broken", "unweighted"):
+        (place / name).mkdir()
+        shutil.copy(checkpoint / "config.json", place / name)
+    (place / "broken" / "config.json").write_text("{")
+    words = [str(checkpoint) if word == "{MODEL}" else word for word in flags.split()]
+    assert message in refused(capsys, place, command, *words)
 
 
 SCORE = ("--token-ids", "ids.json", "--out", "o.safetensors")
@@ -102,7 +222,8 @@ def test_score(checkpoint, place, capsys, flags, message):
         (("--chat", "--prompt", "x", "--system", "\udc80"), "a lone surrogate"),
         (("--prompts", "bytes"), "--prompts bytes: line 1: not UTF-8 text"),
         (("--prompts", "file", "--out", "no/o"), "'no/o' cannot be written: the folder 'no' does not exist"),
-        (("--prompts", "file", "--out", "file"), "'file' is not empty: go on from its lines (--resume), or name"),
+        (("--prompts", "file", "--out", "file"), "--out file would replace what --prompts reads: name another place"),
+        (("--prompts", "file", "--out", "bytes"), "'bytes' is not empty: go on from its lines (--resume), or name"),
         (
             ("--prompts", "file", "--out", "o", "--resume", "--top-k", "-1"),
             "--top-k -1: must be at least 0",
@@ -161,7 +282,6 @@ def test_inspect(checkpoint, place, capsys, flags, message):
     ("command", "message"),
     [
         ("make-checkpoint --out file/new", "is a file; choose another place"),
-        ("make-checkpoint --out full", "not an empty directory"),
         ("make-checkpoint --out new --shards 0", "--shards 0: must be at least 1"),
         ("make-checkpoint --out new --shards 99999", "between 1 and"),
         ("make-checkpoint --out new --config none", "not a directory, JSON file or preset"),
@@ -170,7 +290,6 @@ def test_inspect(checkpoint, place, capsys, flags, message):
         ("bench model --experts 1", "num_experts_per_tok 2 is above n_routed_experts 1"),
         ("bench model --batch 0", "--batch 0: must be at least 1"),
         ("bench layer --context 5,-1", "--context -1: must be at least 1"),
-        ("bench layer --plot no/times.svg", "--plot no/times.svg: the folder 'no' does not exist"),
         ("bench layer --plot times.doc", "--plot times.doc: it ends in none of"),
         ("bench layer --backends ,", "argument --backends: ',': write names with commas between them"),
         (f"bench layer --batch 1,{'9' * 5000}", "write integers with commas between them"),
@@ -208,12 +327,9 @@ def test_inspect(checkpoint, place, capsys, flags, message):
         ("train --text empty", "the text is empty"),
         ("train --task copy --lr 1e99", "--lr 1e+99: must be 0 to 1000000"),
         ("train --task copy --batch 9999999999999", "out of memory: use smaller sizes"),
-        ("train --out full", "not an empty directory"),
         ("train --out file/new", "is a file; choose another place"),
-        ("train --text none", "No such file"),
         ("experiment run smoke --out full", "not an empty directory"),
         ("experiment resume smoke --out file", "not an empty directory"),
-        ("experiment report smoke --out none", "no results in 'none'"),
     ],
 )
 def test_other_commands(place, capsys, command, message):
@@ -273,3 +389,12 @@ def test_a_folder_whose_name_is_not_utf8(checkpoint, place, capfd):
     assert "the name of the folder is not UTF-8, which the package safetensors needs: rename it" in message
     planned = main(["plan", "--model", f"x/{name}"])
     assert planned == (2 if torch.cuda.is_available() else 0)  # memory of a GPU needs the headers of the shards
+
+
+def test_no_standard_input(checkpoint, place, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it where the descriptor is closed
+    command = ("generate", "--model", str(checkpoint), "--max-tokens", "1")
+    assert "--prompt -: standard input is closed" in refused(capsys, place, *command, "--prompt", "-")
+    assert "--messages -: standard input is closed" in refused(capsys, place, *command, "--messages", "-")
+    assert main([*command, "--chat"]) == 0
+    assert "prompt: Once upon a time" in capsys.readouterr().err

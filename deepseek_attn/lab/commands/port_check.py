@@ -77,13 +77,15 @@ def _write(args: argparse.Namespace) -> int:
 
         if args.fixtures:
             raise ValueError("--model: its layers are named by --layers, not as fixtures")
-        Path(args.write).mkdir(parents=True, exist_ok=True)
-        written = []
+        fixtures = {}
         for layer in args.layers:
             with PretrainedSource(args.model) as source:
                 source.layers, source.attention_only = source.config.with_sources([layer]), True
-                written.append(Path(args.write) / f"layer_{layer}.safetensors")
-                golden.of_checkpoint(source.config, source, layer).save(written[-1])
+                fixtures[layer] = golden.of_checkpoint(source.config, source, layer)
+        Path(args.write).mkdir(parents=True, exist_ok=True)  # once nothing about the model can be wrong
+        written = [Path(args.write) / f"layer_{layer}.safetensors" for layer in fixtures]
+        for path, fixture in zip(written, fixtures.values(), strict=True):
+            fixture.save(path)
     for path in written:
         size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
         show(f"{path}: {show_bytes(size)}")

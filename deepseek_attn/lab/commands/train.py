@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
 
     from deepseek_attn.checkpoint.write import check_new_directory
     from deepseek_attn.config.model import ModelConfig
+    from deepseek_attn.config.options import pick_device
     from deepseek_attn.lab.training import MtpTraining, TextTask, make_task, save_checkpoint, train
     from deepseek_attn.lab.training.loop import checked_family
     from deepseek_attn.lab.training.state import TrainingState
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.out:
         check_new_directory(args.out)
+    pick_device(args.device)
     config = checked_family(ModelConfig.from_pretrained(args.config))  # before a text is read
     mtp = MtpTraining(**mtp_options(args, config)).filled(args.steps, args.lr, args.weight_decay)
     if args.task:

@@ -2,12 +2,15 @@
 
     python -m deepseek_attn.lab.lm_eval --model deepseek_attn --model_args pretrained=DIR --tasks hellaswag
 
-The harness (0.4.13) finds models in its registry alone, and has no entry points: so this module registers ours first.
+The harness (0.4.13) finds models in its registry alone and reads no entry points: so this module registers ours first.
 """
 
 from __future__ import annotations
 
 import sys
+
+from deepseek_attn.cli import explanation
+from deepseek_attn.cli.terminal import say
 
 
 def main() -> None:
@@ -17,7 +20,13 @@ def main() -> None:
         sys.exit(str(error))
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportAttributeAccessIssue]  # the extra lm-eval
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except Exception as error:
+        if (message := explanation(error)) is None:
+            raise
+        say(f"lm_eval: error: {message}")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

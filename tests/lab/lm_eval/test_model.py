@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,9 +191,18 @@ def test_arguments_may_have_names_of_the_harness_own():
 
 
 def test_the_command_knows_it():
+    """A wrong task, or a wrong checkpoint, is one message."""
     done = subprocess.run(
         [sys.executable, "-m", "deepseek_attn.lab.lm_eval", "--model", "deepseek_attn", "--tasks", "no_such_task"],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert "no_such_task" in done.stdout + done.stderr
-    assert "pip install" not in done.stderr
+    assert done.returncode == 2
+    assert "lm_eval: error: Tasks not found: no_such_task" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_entry_point_names_it():
+    """Of the group in which releases of the harness after 0.4.13 look for models."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    [(name, value)] = project["entry-points"]["lm_eval.models"].items()
+    assert EntryPoint(name, value, "lm_eval.models").load() is get_model(name)
