@@ -32,6 +32,7 @@ from deepseek_attn import ModelConfig
 from deepseek_attn.cli.info import environment
 from deepseek_attn.cli.options import numbers
 from deepseek_attn.kernels.moe import reference
+from deepseek_attn.kernels.moe.types import ExpertStack
 from deepseek_attn.lab.bench.cases.case import OpCase
 from deepseek_attn.lab.bench.cases.moe import experts_case
 from deepseek_attn.lab.bench.timing import captured
@@ -173,7 +174,8 @@ class Comparison:
         case, seeds = self.case(tokens), range(3 if tokens <= 128 else 2 if tokens <= 512 else 1)
         inputs = [case.make(DEVICE, seed) for seed in seeds]
         sides = [[partial(case.run["triton"], *one), partial(self.humming, *one[:3])] for one in inputs]
-        errors = [self.error(side(), *inputs[0][:3]) for side in sides[0]]
+        stacks, limit = (self.w1, self.w3, self.w2), self.config.swiglu_limit
+        errors = [output_error(side(), *inputs[0][:3], stacks, limit) for side in sides[0]]
         if not max(errors) < LARGEST_ERROR:
             raise SystemExit(f"{self.model}, {tokens} tokens: outputs differ from float32 by {errors} of the norm")
         times = []
@@ -184,13 +186,15 @@ class Comparison:
         ratio = statistics.mean(a / b for a, b in times)
         return Point(self.model, tokens, round(ours, 1), round(humming, 1), round(ratio, 3), *errors)
 
-    def error(self, outputs: Tensor, x: Tensor, experts: Tensor, weights: Tensor) -> float:
-        """Error of the first and the last token's output against float32."""
-        some = [0, -1] if len(x) > 1 else [0]
-        stacks, limit = (self.w1, self.w3, self.w2), self.config.swiglu_limit
-        rows = zip(x[some].float().split(1), experts[some].split(1), weights[some].split(1), strict=True)
-        exact = torch.cat([reference.moe_experts(*row, *stacks, limit) for row in rows])
-        return round(float((outputs[some].float() - exact).norm() / exact.norm()), 5)
+
+def output_error(
+    outputs: Tensor, x: Tensor, experts: Tensor, weights: Tensor, stacks: tuple[ExpertStack, ...], limit: float
+) -> float:
+    """Error of the first and the last token's output against float32, as a share of the norm."""
+    some = [0, -1] if len(x) > 1 else [0]
+    rows = zip(x[some].float().split(1), experts[some].split(1), weights[some].split(1), strict=True)
+    exact = torch.cat([reference.moe_experts(*row, *stacks, limit) for row in rows])
+    return round(float((outputs[some].float() - exact).norm() / exact.norm()), 5)
 
 
 def main() -> None:
