@@ -27,10 +27,12 @@ def add_runner_options(parser: argparse.ArgumentParser) -> None:
     add_attention_options(group)
     add_deterministic_option(group)
     add_expert_options(group)
+    add_trailing_option(group)
     add_limits(group)
 
 
 EXPERTS = ("expert_memory", "expert_cache_bytes")
+SWITCHES = ("deterministic", "approximate_prefill")
 ATTENTION = ("backend", "decode_backend", "prefill_backend", "fp8_mode", "prefill_workspace_rows")
 
 
@@ -64,6 +66,14 @@ def add_expert_options(parser: argparse._ActionsContainer) -> None:
         type=memory_size,
         metavar="BYTES",
         help="experts that the GPU, or a CPU in RAM, keeps of those elsewhere (default: by the memory that is free)",
+    )
+
+
+def add_trailing_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--approximate-prefill",
+        action="store_true",
+        help="V4.1: layers above the last one that makes entries compute one window of a prompt (docs/v41.md)",
     )
 
 
@@ -129,10 +139,10 @@ def add_limits(parser: argparse._ActionsContainer) -> None:
 
 def runner_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `ModelRunner.from_pretrained`."""
-    names = ("device", "numerics", "index_keys", "dtype", *ATTENTION, *EXPERTS, "deterministic", "parallel", *LIMITS)
+    names = ("device", "numerics", "index_keys", "dtype", *ATTENTION, *EXPERTS, "parallel", *LIMITS)
     options = {name: getattr(args, name, None) for name in names}
-    chosen = {"fp8_mode": options["fp8_mode"] or "auto", "deterministic": bool(options["deterministic"])}
-    return options | chosen | {"expert_memory": options["expert_memory"] or "gpu"}
+    chosen = {"fp8_mode": options["fp8_mode"] or "auto", "expert_memory": options["expert_memory"] or "gpu"}
+    return options | chosen | {name: bool(getattr(args, name, False)) for name in SWITCHES}
 
 
 def integer(text: str) -> int:

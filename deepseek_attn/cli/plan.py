@@ -12,6 +12,7 @@ from deepseek_attn.cli.options import (
     add_limits,
     add_numerics_options,
     add_prefill_options,
+    add_trailing_option,
     memory_size,
     numbers,
 )
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_numerics_options(parser)
     add_limits(parser)
     add_prefill_options(parser)
+    add_trailing_option(parser)
     parser.add_argument(
         "--device", choices=["cpu"], help="predict for this machine's CPU, also where there is a GPU, in this memory"
     )
@@ -184,6 +186,13 @@ def expert_table(facts: dict) -> list[str]:
         )
     lines.append(f"(device: {show_bytes(facts['device_memory'])}, host: {show_bytes(facts['host_memory'])})")
     lines.append("* expected of a routing that chooses evenly: the part of a layer's experts that is on the device")
+    for row in facts["settings"]:
+        if row["prompt"]:
+            prompt = row["prompt"]
+            lines.append(
+                f"a prompt of {prompt['tokens']:,} tokens with --expert-memory {row['memory']}: "
+                f"{prompt['seconds']:.3g} s ({prompt['chunks']} steps, {show_bytes(prompt['moved'])} copied or read)"
+            )
     for row in facts["settings"]:
         if row["steps"]:
             what = "read from disk" if row["memory"] == "disk" else "over the bus"

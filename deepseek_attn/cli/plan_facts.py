@@ -18,7 +18,7 @@ from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROL
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.config.options import DTYPES, check_sizes, pick_device, pick_dtype
-from deepseek_attn.estimates.experts import ExpertSizes, OtherWeights, cpu_steps, gpu_steps
+from deepseek_attn.estimates.experts import ExpertSizes, OtherWeights, cpu_prompt, cpu_steps, gpu_prompt, gpu_steps
 from deepseek_attn.estimates.machines import H200, MACHINES, Machine
 from deepseek_attn.estimates.prompts import LayerGroup, prompt_groups
 from deepseek_attn.estimates.ranks import RankLayout, RankModel
@@ -27,6 +27,7 @@ from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.layers.expert_memory import DISK, GPU, HOST, ExpertMemory
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.split import check_split
+from deepseek_attn.models.expert_rows import FILE_AREAS, HOST_AREAS
 from deepseek_attn.runner.expert_files import FREE_SHARE
 from deepseek_attn.runner.memory import RunnerMemory
 from deepseek_attn.runner.planner import Plan, make_plan, sequences_that_fit, tokens_that_fit
@@ -91,7 +92,9 @@ class PlanFacts:
         if memory_of is not None:
             facts["gpu"] = self.gpu_facts(memory_of(plan))
         if groups := self.prompt_groups():
-            facts["prompt"] = {"tokens": args.prefill or self.length, "groups": [vars(group) for group in groups]}
+            facts["prompt"] = {"tokens": self.prompt[0], "groups": [vars(group) for group in groups]}
+        elif args.approximate_prefill:
+            raise ValueError("--approximate-prefill is for DeepSeek-V4.1 without data-parallel attention; leave it out")
         if args.memory is not None:
             facts |= self.what_fits(memory_of)
         if args.gpu is not None:
@@ -112,6 +115,12 @@ class PlanFacts:
         return facts
 
     @property
+    def prompt(self) -> tuple[int, int]:
+        """Tokens of a prompt, and of its steps."""
+        tokens = self.args.prefill or self.length
+        return tokens, min(tokens, self.args.max_num_batched_tokens)
+
+    @property
     def host_memory(self) -> int:
         """Bytes of the host."""
         return self.args.host_memory or available_memory()
@@ -130,11 +139,13 @@ class PlanFacts:
         bus = machine.rates["bus"]
         settings = [{
             "memory": GPU, "fits": total <= machine.memory, "problem": "", "device_bytes": total, "host_bytes": 0,
-            "cached": sizes.experts, "hit_rate": 1.0, "rate": None, "steps": [],
+            "cached": sizes.experts, "hit_rate": 1.0, "rate": None, "steps": [], "prompt": None,
         }]  # fmt: skip
-        for memory, rate in ((HOST, bus), (DISK, min(bus, args.disk_rate))):
+        for memory, areas, rate in ((HOST, HOST_AREAS, bus), (DISK, FILE_AREAS, min(bus, args.disk_rate))):
             budget = min(free, args.expert_cache_bytes or free)
-            cached, held = sizes.on_gpu(budget)
+            cached, held = sizes.on_gpu(budget, areas)
+            ahead = memory == HOST
+            copied = machine.rates["copy_engine"] if ahead else rate
             in_host = sizes.total * ranks if memory == HOST else 0
             problem = "too little memory of the GPU for one expert of each layer" if not cached else ""
             if in_host > self.host_memory:
@@ -147,11 +158,13 @@ class PlanFacts:
                     for step in gpu_steps(model, sizes, args.batch, args.context or self.length, rate)
                     if cached
                 ],
+                "prompt": vars(gpu_prompt(model, sizes, cached, *self.prompt, copied, ahead)) if cached else None,
             })  # fmt: skip
         known = "measured" if machine.bus_measured else "not measured"
         notes = [
             f"bus: PCI Express 5.0 x16 at {show_bytes(bus)}/s ({known}), disk at {show_bytes(args.disk_rate)}/s "
-            "(--disk-rate; not measured); copies precede the products of their layer"
+            "(--disk-rate; not measured); copies of a decode step precede the products of their layer, those of a "
+            f"prompt from host memory, at {show_bytes(machine.rates['copy_engine'])}/s, run ahead of them"
         ]
         return self._expert_facts(sizes, machine.name, machine.memory, sizes.nbytes, settings, notes)
 
@@ -172,6 +185,8 @@ class PlanFacts:
                 "host_bytes": base + taken, "cached": number, "hit_rate": number / sizes.experts,
                 "rate": args.disk_rate,
                 "steps": [vars(step) | {"tokens_per_second": step.tokens_per_second} for step in steps],
+                "prompt": vars(cpu_prompt(self.config, sizes, others, number, *self.prompt, args.disk_rate))
+                if kind == DISK and fits else None,
             })  # fmt: skip
         notes = [
             f"weights without routed experts: {show_bytes(others.nbytes)} in numerics {self.numerics.name}",
@@ -208,8 +223,8 @@ class PlanFacts:
         """Of V4.1, rows and work of a prompt by groups of layers."""
         if self.dp_attention:
             return []
-        tokens = self.args.prefill or self.length
-        return prompt_groups(self.config, self.numerics, self.dtype, tokens, DEFAULT_MAX_ROLLBACK)
+        sizes = self.prompt[0], DEFAULT_MAX_ROLLBACK
+        return prompt_groups(self.config, self.numerics, self.dtype, *sizes, self.args.approximate_prefill)
 
     def what_fits(self, memory_of: Callable[[Plan], RunnerMemory] | None) -> dict[str, int]:
         """Sequences, and tokens of each, that fit in ``--memory``: of all a GPU holds, or of caches and workspace."""

@@ -57,7 +57,8 @@ def show_plans(args: argparse.Namespace) -> None:
         "batches": batches, "prefills": prefills,
     }  # fmt: skip
     if args.json:
-        show(json.dumps(facts | {"layers": plans.layers, "kernels": plans.as_json()}))
+        trailing = [vars(part) for part in plans.trailing]
+        show(json.dumps(facts | {"layers": plans.layers, "trailing": trailing, "kernels": plans.as_json()}))
         return
     major, minor = target.capability
     show(
@@ -65,6 +66,11 @@ def show_plans(args: argparse.Namespace) -> None:
         f"{context} tokens of context; {numerics.name} numerics, {facts['dtype']}"
     )
     show(f"{'decode':<{DECODE}}{'prefill':<{PREFILL}}{'op':<{OP}}{'kernel':<{KERNEL}}tiles, splits")
+    if rows := plans.trailing:
+        counts = ", ".join(f"{part.reach:,} from layer {part.layer} on" for part in rows if not part.queries_only)
+        text = f"prefill, for results at its end: rows before it that upper layers compute: {counts}"
+        for line in textwrap.wrap(text, WIDTH):
+            show(line)
     for line in table(plans):
         show(line)
     choices = {line for _, line in plans.counts if line.source}

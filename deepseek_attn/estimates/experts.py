@@ -16,7 +16,8 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.estimates.floors import expected_experts, stored_bytes
 from deepseek_attn.estimates.machines import CPU
 from deepseek_attn.estimates.ranks import RankModel
-from deepseek_attn.models.expert_rows import HOST_AREAS, ExpertFormat
+from deepseek_attn.models.expert_rows import ExpertFormat
+from deepseek_attn.models.host_experts import STREAM_LOAD
 from deepseek_attn.utils.sizes import largest
 
 HIT_RATES = (0.3, 0.6, 0.9)
@@ -59,9 +60,12 @@ class ExpertSizes:
         experts = -(-config.n_routed_experts // ranks)
         return cls(len(layers), backbone, experts, config.num_experts_per_tok, values, nbytes, stored)
 
-    def on_gpu(self, budget: int) -> tuple[int, int]:
-        """Experts that each layer keeps on a GPU within ``budget`` bytes, and bytes of all rows; (0, 0) for none."""
-        form = ExpertFormat(self.experts, self.nbytes, self.layers, min(HOST_AREAS, self.layers))
+    def on_gpu(self, budget: int, areas: int) -> tuple[int, int]:
+        """Experts that each layer keeps on a GPU within ``budget`` bytes, and bytes of all rows; (0, 0) for none.
+
+        ``areas``: see `ExpertFormat`.
+        """
+        form = ExpertFormat(self.experts, self.nbytes, self.layers, min(areas, self.layers))
         cached = largest(lambda count: form.held(max(count, 1)) <= budget, 0, self.experts)
         return (cached, form.held(cached)) if cached else (0, 0)
 
@@ -110,6 +114,45 @@ def gpu_steps(
 
 
 @dataclass(frozen=True)
+class ExpertPrompt:
+    """A prompt computed in steps.
+
+    Attributes:
+        chunks: number of steps.
+        moved: bytes that a device takes over its bus, or that are read from disk.
+    """
+
+    tokens: int
+    chunks: int
+    moved: int
+    seconds: float
+
+
+def gpu_prompt(
+    model: RankModel, sizes: ExpertSizes, cached: int, tokens: int, chunk: int, rate: float, ahead: bool
+) -> ExpertPrompt:
+    """A prompt on GPUs that keep ``cached`` experts of each layer, in steps of ``chunk`` tokens.
+
+    Args:
+        rate: of copies, bytes/s.
+        ahead: all experts of a layer that lack are copied while the layers before compute, the first layer's before
+            (``host``); else those that tokens chose, between the routing of a layer and its products.
+    """
+    seconds = moved = 0.0
+    starts = range(0, tokens, chunk)
+    for start in starts:
+        new = min(chunk, tokens - start)
+        computed = model.step(1, new, start + new).microseconds / 1e6
+        ahead = ahead and new * sizes.topk >= STREAM_LOAD * sizes.experts
+        lacking = sizes.experts - cached if ahead else (1 - cached / sizes.experts) * model.chosen_experts(new)
+        copies = lacking * sizes.nbytes / rate  # of a layer
+        moved += sizes.backbone * lacking * sizes.nbytes
+        both = sizes.backbone * copies
+        seconds += max(computed, both) + copies if ahead else computed + both
+    return ExpertPrompt(tokens, len(starts), round(moved), seconds)
+
+
+@dataclass(frozen=True)
 class OtherWeights:
     """Everything but routed experts, on a CPU.
 
@@ -148,3 +191,24 @@ def cpu_steps(
         for hit_rate in HIT_RATES:
             moved = round((1 - hit_rate) * needed * sizes.stored)
             yield ExpertSteps(batch, hit_rate, moved, fixed + max(needed * sizes.values * one, moved / rate))
+
+
+def cpu_prompt(
+    config: AnyConfig, sizes: ExpertSizes, others: OtherWeights, cached: int, tokens: int, chunk: int, rate: float
+) -> ExpertPrompt:
+    """A prompt on one thread of a CPU that keeps ``cached`` experts of each layer, in steps of ``chunk`` tokens.
+
+    A step reads and dequantises each expert that its tokens chose once; reads overlap with the products.
+    """
+    seconds = moved = 0.0
+    starts = range(0, tokens, chunk)
+    for start in starts:
+        new = min(chunk, tokens - start)
+        needed = sizes.backbone * expected_experts(config.n_routed_experts, sizes.topk, new)
+        read = (1 - cached / sizes.experts) * needed * sizes.stored
+        chosen = sizes.backbone * sizes.topk * sizes.values
+        dequantized = needed * sizes.values if config.quantization_config is not None else 0
+        products = new * (others.multiplied + chosen) / CPU.products
+        computed = products + (others.quantized + dequantized) / CPU.dequantized
+        seconds, moved = seconds + max(computed, read / rate), moved + read
+    return ExpertPrompt(tokens, len(starts), round(moved), seconds)

@@ -47,7 +47,7 @@ class Machine:
         context, modules, nccl_memory: bytes of it that CUDA's context, loaded kernels and, with several ranks, NCCL
             with torch's symmetric memory take.
         rates: peak rates, as `FloorWork.floor` takes them; ``bus``: bytes/s from pinned host memory to a GPU, as the
-            kernel that fetches experts reads it.
+            kernel that fetches experts reads it; ``copy_engine``: as the GPU's copy engine does.
         decode, prefill: costs of attention, by kind of V4's layers; see `attention`.
         few, many: costs of the other stages, up to `FEW_ROWS` tokens and beyond.
         step_us: once per step: embedding, metadata, greedy tokens.
@@ -90,7 +90,7 @@ H200 = Machine(
     context=552_000_000,
     modules=250_000_000,
     nccl_memory=1_400_000_000,
-    rates={"copy": 4.264e12, "bf16": 797e12, "fp8": 1465e12, "bus": 50.5e9},
+    rates={"copy": 4.264e12, "bf16": 797e12, "fp8": 1465e12, "bus": 50.5e9, "copy_engine": 55.3e9},
     decode={
         "SWA": StageCost(25.2, 1.04, 0.89),
         "C128A": StageCost(25.2, 1.04, 0.89),
@@ -136,7 +136,7 @@ H100 = replace(
     H200,
     name="h100",
     memory=85_017_493_504,
-    rates={"copy": 3.02e12, "bf16": 783e12, "fp8": 1419e12, "bus": PCIE_5},
+    rates={"copy": 3.02e12, "bf16": 783e12, "fp8": 1419e12, "bus": PCIE_5, "copy_engine": PCIE_5},
     many={**H200.many, NORMS: StageCost(8.0, 1.63, 0.0), ROUTING: StageCost(4.0, 0.0, 2.4)},
     sources=(
         "memory, rates, hyper-connections and norms, and routing of many tokens: one H100 with 80 GB (SXM)",
@@ -157,13 +157,16 @@ class Processor:
 
     Attributes:
         dequantized: FP4 and FP8 weights to float32; multiplied: float32 weights with one row.
+        products: float32 weights with 16 rows, times the rows.
     """
 
     dequantized: float
     multiplied: float
+    products: float
 
 
-CPU = Processor(dequantized=420e6, multiplied=5.0e9)
-"""A virtual core of 2.4 GHz: FP4 weights of 2048 x 4096 take 19 ms, FP8 ones 20 ms, their product 1.6 ms."""
+CPU = Processor(dequantized=420e6, multiplied=5.0e9, products=28e9)
+"""A virtual core of 2.4 GHz: FP4 weights of 2048 x 4096 take 19 ms, FP8 ones 20 ms, their product 1.6 ms with one row,
+4.7 ms with 16."""
 
 MACHINES = {machine.name: machine for machine in (H200, H100)}

@@ -32,15 +32,20 @@ class LayerGroup:
 
 
 def prompt_groups(
-    config: AnyConfig, numerics: Numerics, dtype: torch.dtype, tokens: int, max_rollback: int
+    config: AnyConfig,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    tokens: int,
+    max_rollback: int,
+    approximate: bool = False,
 ) -> list[LayerGroup]:
     """Groups of a model whose upper layers compute trailing rows alone (V4.1), for a prompt computed in one step.
 
-    Empty for other models.
+    Empty for other models. Flops and bytes are those of exact results, also where ``approximate`` rows are fewer.
     """
     if not isinstance(config, DeepseekV41Config):
         return []
-    parts = trailing_parts(config.layers, config.sliding_window, len(config.mtp_layers) > 0)
+    parts = trailing_parts(config.layers, config.sliding_window, len(config.mtp_layers) > 0, approximate)
     starts = sorted({0, *(part.layer for part in parts if part.queries_only or part.layer != parts[0].layer + 1)})
     rows = {part.layer: min(tokens, part.reach + max(1, max_rollback)) for part in parts}
     layout, shape = make_layout(config, numerics, dtype, tokens, 1, tokens), StepShape(1, tokens, tokens)

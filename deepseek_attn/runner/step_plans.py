@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
 from deepseek_attn.checkpoint.source import TensorInfo
 from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.trailing import TrailingPart, trailing_parts
 from deepseek_attn.kernels.common.plans import Choice, Planned, choices_of, recorded_plans
 from deepseek_attn.runner.ahead.recording import Variant, recorded_launches
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes, representatives
 from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.meta_runner import MetaRunner
+from deepseek_attn.runner.trailing import TrailingRows
 from deepseek_attn.runner.warm_up import WarmUp
 
 INPUTS, BETWEEN, HEAD = "inputs of a step", "between layers", "head"
@@ -52,12 +54,14 @@ class StepPlans:
 
     Attributes:
         steps: names of the steps, ``decode 8`` or ``prefill 512``; layers: names of the layers that stand for all.
+        trailing: parts of the model that compute trailing rows of prompts alone (V4.1).
         counts: how often each line applies in a step and a part of it, by (part, line) and step; a part is a layer, or
             `INPUTS`, `BETWEEN` or `HEAD`.
     """
 
     steps: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
+    trailing: tuple[TrailingPart, ...] = ()
     counts: dict[tuple[str, PlanLine], Counter[str]] = field(default_factory=dict)
 
     def groups(self) -> dict[tuple[str, ...], list[tuple[PlanLine, Counter[str]]]]:
@@ -90,6 +94,7 @@ def step_plans(
 ) -> StepPlans:
     """The plans of decode steps of ``batches`` sequences of ``context`` tokens, and of prompts of ``prefills`` tokens.
 
+    Prompts are computed for results at their end, which V4.1's upper layers need trailing rows alone for.
     Nothing else in the process may launch kernels meanwhile.
 
     Args:
@@ -100,6 +105,11 @@ def step_plans(
     with recorded_launches(request.gpu) as launches:
         runner = MetaRunner.build(request)
         steps = _Steps(runner, representatives(config, headers), launches.latest)
+        trailing = _trailing_of_all_layers(runner, config)
+        if trailing is not None and prefills:
+            steps.found.trailing = trailing.parts
+            loaded = tuple(part for part in trailing.parts if str(part.layer) in runner.model.layers)
+            trailing = replace(trailing, parts=loaded)
         with runner.op_settings(), torch.inference_mode():
             warm_up = WarmUp(runner)
             for batch in batches:
@@ -108,8 +118,17 @@ def step_plans(
                 else:
                     steps.run(f"decode {batch}", lambda batch=batch: warm_up.decode(StepSize(batch, 1, context)))
             for tokens in prefills:
-                steps.run(f"prefill {tokens}", lambda tokens=tokens: warm_up.prefill([(tokens, tokens)]))
+                steps.run(f"prefill {tokens}", lambda tokens=tokens: warm_up.prefill([(tokens, tokens)], trailing))
     return steps.found
+
+
+def _trailing_of_all_layers(runner: MetaRunner, config: AnyConfig) -> TrailingRows | None:
+    """The trailing rows of a model with all of its layers, where the runner has one of each kind."""
+    if runner.trailing is None:
+        return None
+    return replace(
+        runner.trailing, parts=trailing_parts(config.layers, runner.trailing.window, len(config.mtp_layers) > 0)
+    )
 
 
 class _Steps:

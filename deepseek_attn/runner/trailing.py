@@ -67,6 +67,11 @@ class TrailingRows:
         """Trailing rows of a prompt that the first of the upper layers computes."""
         return self.parts[0].reach + max(1, self.max_rollback)
 
+    def whole_prompt(self, tokens: int) -> SequenceRows:
+        """Rows of a prompt that is computed in one step, for results at its end."""
+        wanted = max(0, tokens - max(1, self.max_rollback))
+        return SequenceRows(0, tokens, wanted if wanted > self.parts[-1].reach else 0)
+
     def exact_from(self, cache: SequenceCache, end: int, results: int = 1) -> int | None:
         """`SequenceCache.exact_from` of a sequence once it has ``end`` tokens; None if its caches lack keys for that.
 

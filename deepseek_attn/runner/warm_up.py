@@ -15,6 +15,7 @@ from deepseek_attn.runner.build import LoadedModel
 from deepseek_attn.runner.graph_steps import CapturedStep, StepSize
 from deepseek_attn.runner.graphs import length_bucket
 from deepseek_attn.runner.step import Rows
+from deepseek_attn.runner.trailing import TrailingRows
 
 
 @dataclass
@@ -138,8 +139,11 @@ class WarmUp:
     def _drafts_in_graphs(self) -> bool:
         return self.num_drafts > 0 and self.runner.drafter is not None and self.runner.drafter.drafts_in_graphs
 
-    def prefill(self, rows: Rows) -> None:
-        """An eager step; with drafts, the MTP layer runs over its tokens too."""
+    def prefill(self, rows: Rows, trailing: TrailingRows | None = None) -> None:
+        """An eager step; with drafts, the MTP layer runs over its tokens too.
+
+        With ``trailing``, of whole prompts, upper layers compute the rows that results at their ends need.
+        """
         runner, threshold = self.runner, self.runner.decode_query_len
         rows = sorted(rows, key=lambda row: row[0] > threshold)
         query_lens, seq_lens = (torch.tensor(part, dtype=torch.int64, device="cpu") for part in zip(*rows, strict=True))
@@ -156,6 +160,8 @@ class WarmUp:
         meta = runner.builder.build(batch)
         if runner.tables is not None:
             meta.engram = runner.tables.blank(total)
+        if trailing is not None:
+            trailing.attach(meta, batch, [trailing.whole_prompt(tokens) for tokens, _ in rows])
         model = runner.whole_model()
         states = model(ids, meta.positions, meta)
         greedy_tokens(model.logits(states[: len(rows)]))

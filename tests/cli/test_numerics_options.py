@@ -42,6 +42,20 @@ def test_a_command_that_runs_a_model(command, flags, tmp_path, monkeypatch):
     assert seen == [("official", "fp8") if flags else (None, None)]
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_approximate_prefill_reaches_the_model(given, monkeypatch):
+    seen = []
+
+    def build(*args, approximate_prefill=None, **options):
+        seen.append(approximate_prefill)
+        raise Stop("seen")
+
+    monkeypatch.setattr(model_runner, "build_runner", build)
+    flags = ["--approximate-prefill"] if given else []
+    assert main([*RUNNERS["generate"], "--device", "cpu", *flags]) == 2
+    assert seen == [given]
+
+
 def test_plan(capsys):
     found = {}
     for keys in ((), ("--index-keys", "fp4")):

@@ -10,7 +10,7 @@ from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
-from deepseek_attn.estimates.experts import ExpertSizes, OtherWeights, cpu_steps, gpu_steps
+from deepseek_attn.estimates.experts import ExpertSizes, OtherWeights, cpu_prompt, cpu_steps, gpu_prompt, gpu_steps
 from deepseek_attn.estimates.floors import Floor, FloorWork, ModelWork
 from deepseek_attn.estimates.machines import H100, H200
 from deepseek_attn.estimates.ranks import RankLayout, RankModel
@@ -75,6 +75,38 @@ def test_steps_on_a_gpu():
         assert step.tokens_per_second == pytest.approx(1 / (resident + missing / 55e9))
 
 
+def test_prompts_on_a_gpu():
+    """Copies ahead overlap with all but the first layer; short chunks and those from disk wait for what they need."""
+    numerics = numerics_for(FLASH, "serving")
+    sizes = required(ExpertSizes.of(FLASH, numerics, torch.bfloat16))
+    model = RankModel(FLASH, numerics, torch.bfloat16, RankLayout(1), H100)
+    layer = 138 * sizes.nbytes / 55e9
+    found = gpu_prompt(model, sizes, 118, 12288, 8192, 55e9, ahead=True)
+    assert (found.chunks, found.moved) == (2, 2 * 43 * 138 * sizes.nbytes)
+    assert found.seconds == pytest.approx(2 * 44 * layer)  # slower than the products
+    fast = gpu_prompt(model, sizes, 118, 8192, 8192, 1e15, ahead=True)
+    computed = model.step(1, 8192, 8192).microseconds / 1e6
+    assert fast.seconds == pytest.approx(computed, rel=1e-4)
+    for tokens, ahead in ((8192, False), (85, True)):  # 85 tokens have fewer than 512 pairs
+        copied = gpu_prompt(model, sizes, 118, tokens, 8192, 55e9, ahead)
+        needed = 43 * 256 * (1 - (1 - 6 / 256) ** tokens) * 138 / 256 * sizes.nbytes
+        assert copied.moved == pytest.approx(needed)
+        seconds = model.step(1, tokens, tokens).microseconds / 1e6 + needed / 55e9
+        assert copied.seconds == pytest.approx(seconds)
+
+
+def test_prompts_on_a_cpu():
+    numerics = numerics_for(FLASH, "official")
+    sizes = required(ExpertSizes.of(FLASH, numerics, torch.float32))
+    others = OtherWeights.of(FLASH, numerics, torch.float32)
+    fast = cpu_prompt(FLASH, sizes, others, 10, 2000, 1000, 1e12)
+    assert fast.moved == pytest.approx(2 * 43 * 246 * FP4, rel=1e-6)
+    values = 2000 * (others.multiplied + 43 * 6 * ONE) / 28e9
+    assert fast.seconds == pytest.approx(values + 2 * (others.quantized + 43 * 256 * ONE) / 420e6, rel=1e-6)
+    slow = cpu_prompt(FLASH, sizes, others, 10, 2000, 1000, 1e7)
+    assert slow.seconds == pytest.approx(slow.moved / 1e7)
+
+
 @pytest.mark.parametrize(("file", "part"), [("h200_host_model", "model"), ("h200_host_experts", "experts")])
 def test_measured_steps_are_those_of_resident_experts_and_copies(file, part):
     measured = json.loads((DATA / f"{file}.json").read_text())[part]
@@ -126,6 +158,7 @@ def test_plan_of_a_cpu(capsys):
     assert main(["plan", *flags, *limits]) == 0
     text = capsys.readouterr().out
     assert "decode with --expert-memory disk at 3 GB/s read from disk:" in text
+    assert "a prompt of 4,096 tokens with --expert-memory disk: " in text
     assert "--expert-memory host" not in text
 
 
@@ -139,7 +172,11 @@ def test_plan_of_a_gpu(capsys):
     assert (gpu["fits"], host["fits"], disk["fits"]) == (False, True, True)
     assert host["host_bytes"] == facts["total"] == 44 * 256 * facts["expert_bytes"]
     rest = gpu["device_bytes"] - facts["total"]
-    held = facts["expert_bytes"] * (44 * host["cached"] + 2 * (256 - host["cached"]))
+    held, on_disk = (
+        facts["expert_bytes"] * (44 * row["cached"] + areas * (256 - row["cached"]))
+        for row, areas in ((host, 2), (disk, 1))
+    )
+    assert disk["device_bytes"] == rest + on_disk <= facts["device_memory"]
     assert host["device_bytes"] == rest + held <= facts["device_memory"] < rest + held + 42 * facts["expert_bytes"]
     assert host["steps"][0]["tokens_per_second"] > 5 * disk["steps"][0]["tokens_per_second"]
     host = plan(capsys, *flags, "--host-memory", "64GB")["settings"][1]
@@ -175,6 +212,7 @@ def test_the_chosen_memory_is_part_of_a_gpu(capsys):
     [
         (["--gpu", "h100", "--device", "cpu"], "--gpu and --device cpu: choose one"),
         (["--ranks", "2", "--device", "cpu"], "--ranks: say of which GPUs"),
+        (["--approximate-prefill"], "--approximate-prefill is for DeepSeek-V4.1"),
         (["--expert-cache-bytes", "1GB"], "with expert_memory='gpu' all experts are on the device"),
     ],
 )

@@ -19,6 +19,7 @@ from deepseek_attn.cli import main
 from deepseek_attn.cli.plan_table import WIDTH
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.config.trailing import trailing_parts
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import Choice, KernelPlan
@@ -29,7 +30,7 @@ from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.step_plans import HEAD, INPUTS, LIBRARIES, brief, derived_fields, step_plans
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.support.tiers import tiered
-from tests.support.v41_cases import FOUR_LAYERS
+from tests.support.v41_cases import FOUR_LAYERS, tiny_for_kernels
 
 MODELS = {
     "tiny": {}, "tiny_v32": {}, "v4_flash": {"num_hidden_layers": 4, "n_routed_experts": 32},
@@ -83,6 +84,20 @@ def test_every_kernel_that_a_step_launches_is_listed(model):
             listed = {line.kernel for (_, line), steps in found.counts.items() if steps[step]}
             assert launched
             assert listed - set(LIBRARIES) - once == launched
+
+
+def test_upper_layers_of_v41_compute_trailing_rows():
+    """Kernels of a prompt are those of the rows that results at its end need, counted over all layers."""
+    config = tiny_for_kernels()
+    headers = CanonicalSource(RandomSource(config), canonical_names(config)).entries()
+    found = step_plans(config, headers, [1], 300, [300], **facts_of(config))
+    assert found.trailing == trailing_parts(config.layers, config.sliding_window)
+    products: dict[str, set[tuple[str, str]]] = {}
+    for (part, line), steps in found.counts.items():
+        if line.op == "moe.experts" and steps["prefill 300"]:
+            products.setdefault(part, set()).add((line.kernel, line.config))
+    assert products[found.layers[0]] != products[found.layers[-1]]
+    assert not step_plans(config, headers, [1], 300, **facts_of(config)).trailing
 
 
 def test_parts_of_a_step():
