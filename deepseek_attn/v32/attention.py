@@ -20,7 +20,7 @@ from deepseek_attn.kernels.attention import causal_attention
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.common.quant import QuantizedRows, decode_e8m0
 from deepseek_attn.kernels.indexer import IndexQueries, latent_queries
-from deepseek_attn.kernels.insert import CacheRows, LatentTokens, insert_latents
+from deepseek_attn.kernels.insert import CacheRows, TokenRows, insert_latents
 from deepseek_attn.kernels.latent import (
     LatentQueries,
     LatentWeight,
@@ -229,7 +229,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
         slots, index = step.sparse[1].slot_mapping, None
         if self.indexer is not None and inputs.index_k is not None:
             index = self.indexer.key_rows(inputs.index_k, slots)
-        tokens = LatentTokens(
+        tokens = TokenRows(
             qr=inputs.qr,
             kv=inputs.kv,
             q_weight=self.q_norm.weight,
@@ -238,10 +238,9 @@ class DeepseekV32MLAAttention(CheckpointModule):
             cos_sin=self.rope.cos_sin,
             positions=positions,
             cache=CacheRows(self.kv_cache.record, self.kv_cache.tensor, self.kv_cache.entries, slots),
-            index=index,
             qr_fp8=qr_fp8,
         )
-        return insert_latents(tokens)
+        return insert_latents(tokens, index)
 
     def latent_queries(self, q: Tensor, positions: Tensor) -> LatentQueries:
         """Projected queries ``[T, num_heads * qk_head_dim]`` as the ops take them, padded to ``padded_heads``."""

@@ -21,7 +21,6 @@ class RawQueries(NamedTuple):
         cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
         padded_heads: heads of the result, at least ``num_heads``.
         norm: norm the heads before they are rotated; V4.1 does not.
-        out: ``[T, padded_heads, d]`` buffer for the result; None allocates it.
     """
 
     q: Tensor
@@ -30,12 +29,11 @@ class RawQueries(NamedTuple):
     cos_sin: Tensor
     positions: Tensor
     padded_heads: int
-    out: Tensor | None = None
     norm: bool = True
 
 
 def normed_queries(raw_q: RawQueries) -> Tensor:
-    """Heads ``[T, num_heads, d]``, normed and rotated in plain torch; neither padded nor written to ``raw_q.out``.
+    """Heads ``[T, num_heads, d]``, normed and rotated in plain torch, without padding.
 
     Raises:
         ValueError: as in `check_head_count`.

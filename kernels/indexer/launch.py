@@ -104,7 +104,8 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     with unlisted_plans():
         absorbed = absorb_launch(queries)
     if absorbed.plan.rotation is not None:  # cuBLAS multiplies
-        return absorb_queries(queries._replace(out=absorbed.out)), index_query(index)
+        del absorbed  # allocated anew
+        return absorb_queries(queries), index_query(index)
     launch = _index_launch(index, "latent_queries_kernel")
     (programs, token_blocks), (_, blocks) = absorbed.grid, launch.grid
     if tokens:

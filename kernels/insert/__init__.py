@@ -16,8 +16,8 @@ from deepseek_attn.kernels.insert.types import (
     CacheRows,
     CompressBatch,
     CompressPart,
+    IndexKeyRows,
     LatentAndKey,
-    LatentTokens,
     TokenRows,
 )
 
@@ -36,7 +36,7 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
 
 
 @contract(tensor="qr")
-def insert_latents(tokens: LatentTokens) -> Tensor:
+def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tensor:
     """All cache writes of a V3.2 layer: norms and RoPE of latent, rotary key and index key, in one launch on a GPU.
 
     The query latent is ``rms_norm(qr, q_weight)``. The row written to ``cache`` is ``rms_norm(latent, kv_weight)`` and

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,29 +67,27 @@ from deepseek_attn.kernels.insert.types import (
     CompressPart,
     IndexKeyRows,
     LatentAndKey,
-    LatentTokens,
     TokenRows,
 )
 
 
-class _TokenLaunch(NamedTuple):
-    """Arguments and constants of a token's key and query latent, and the outputs that are written."""
-
-    key: KeyArguments
-    key_shape: KeyShape
-    query: QueryLatentArguments
-    query_shape: QueryLatentShape
-    outs: LatentAndKey
-
-
 def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
     """See `kernels.insert.insert_tokens`."""
-    launch, count = _token_launch(tokens), len(tokens.qr)
+    count, kv = len(tokens.qr), tokens.kv
+    query, query_shape = _query_latent(tokens)
+    _check_rows("kv", kv, count, tokens.kv_weight)
+    outs = LatentAndKey(query.out, torch.empty_like(kv, memory_format=torch.contiguous_format))
+    where = tokens.positions, tokens.cos_sin, tokens.cache
+    key, key_shape = _key("keys", kv, *where, tokens.kv_weight, outs.kv, tokens.eps)
     if count:
-        plan = plan_insert(InsertProblem.of(count, True, compressors, batch), gpu(tokens.qr.device))
-        _launch_keys(plan, launch, count)
-        _launch_windows(plan, launch, compressors, batch)
-    return launch.outs
+        plan = plan_insert(InsertProblem.of(count, True, compressors, batch), gpu(kv.device))
+        rows, shapes = (key, query), {"SHAPE": key_shape, "QUERY_SHAPE": query_shape}
+        if plan.keys is not None:
+            norm_rope_insert_kernel[(count, 2)](
+                *rows, **shapes, NATIVE_FP8=plan.native_fp8, enable_fp_fusion=True, **plan.keys.options
+            )
+        _launch_windows(plan, compressors, batch, rows if plan.keys is None else (), shapes)
+    return outs
 
 
 def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
@@ -101,7 +99,7 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
     """See `kernels.insert.compress_and_insert`: one launch for all compressors."""
     if count := len(batch.positions):
         plan = plan_insert(InsertProblem.of(count, False, compressors, batch), gpu(batch.positions.device))
-        _launch_windows(plan, None, compressors, batch)
+        _launch_windows(plan, compressors, batch)
 
 
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
@@ -114,29 +112,15 @@ def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     return latents
 
 
-def _launch_keys(plan: InsertPlan, launch: _TokenLaunch, count: int) -> None:
-    if plan.keys is not None:
-        norm_rope_insert_kernel[(count, 2)](
-            launch.key,
-            launch.query,
-            SHAPE=launch.key_shape,
-            QUERY_SHAPE=launch.query_shape,
-            NATIVE_FP8=plan.native_fp8,
-            enable_fp_fusion=True,
-            **plan.keys.options,
-        )
-
-
 def _launch_windows(
-    plan: InsertPlan, launch: _TokenLaunch | None, compressors: Sequence[CompressPart], batch: CompressBatch | None
-) -> None:
-    """Pools windows and stores ring rows, and writes keys and query latents if these have no launch of their own."""
+    plan: InsertPlan, compressors: Sequence[CompressPart], batch: CompressBatch | None,
+    rows: tuple = (), shapes: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Pools windows and stores ring rows; with ``rows``, keys and query latents, writes these as well."""
     if plan.windows is None or plan.division is None or batch is None:
         return
-    for part in compressors:
-        check_part(part, batch)
-        _check_strides(part)
     tiles, division = plan.windows.config, plan.division
+    parts = [_part(part, batch, items) for part, items in zip(compressors, division.items, strict=True)]
     tokens, requests = len(batch.positions), len(batch.prefix_lens)
     step = BatchArguments(
         batch.positions, batch.token_to_req, batch.query_start_loc, batch.prefix_lens, batch.ring_pages, batch.slots,
@@ -159,17 +143,11 @@ def _launch_windows(
         REQUESTS=max(128, next_power_of_2(requests)),
         NATIVE_FP8=plan.native_fp8,
     )
-    arguments = (tuple(map(_part_arguments, compressors)), step, scratch, division.programs, requests)
-    constants = {"PARTS": tuple(map(_part_shape, compressors, division.items)), "CONFIG": config}
-    constants |= launch_options(tiles.warps, plan.pdl)
-    if launch is not None and plan.keys is None:
-        insert_tokens_kernel[(division.programs + tokens * (2 + len(compressors)),)](
-            *(launch.key, launch.query, *arguments),
-            SHAPE=launch.key_shape,
-            QUERY_SHAPE=launch.query_shape,
-            enable_fp_fusion=True,
-            **constants,
-        )
+    arguments = (tuple(part for part, _ in parts), step, scratch, division.programs, requests)
+    constants = {"PARTS": tuple(shape for _, shape in parts), "CONFIG": config, **launch_options(tiles.warps, plan.pdl)}
+    if rows:
+        programs = division.programs + tokens * (2 + len(compressors))
+        insert_tokens_kernel[(programs,)](*rows, *arguments, **(shapes or {}), enable_fp_fusion=True, **constants)
     else:
         stored = (requests * batch.rows if division.reuses_ring_rows else tokens) * len(compressors)
         compress_kernel[(stored + division.programs,)](*arguments, enable_fp_fusion=True, **constants)
@@ -183,15 +161,20 @@ def empty_scratch(compressors: Sequence[CompressPart], groups: int, device: torc
     return Scratch(torch.empty(rows * width, dtype=torch.float32, device=device), arrived, width)
 
 
-def _part_arguments(part: CompressPart) -> PartArguments:
-    return PartArguments(
+def _part(part: CompressPart, batch: CompressBatch, items: int) -> tuple[PartArguments, PartShape]:
+    """Arguments and constants of a compressor, which is checked."""
+    check_part(part, batch)
+    check("kv", part.kv, part.kv.shape, rows=True)
+    check("score", part.score, part.score.shape, rows=True)
+    check("ape", part.ape, part.ape.shape, contiguous=True)
+    check("a ring of state", part.state[:1], (1, *part.state.shape[1:]), contiguous=True)
+    if part.hadamard and part.dim & (part.dim - 1):
+        raise ValueError(f"a Hadamard rotation needs a power of two of channels, got {part.dim}")
+    arguments = PartArguments(
         part.kv, part.score, part.ape, part.state, part.kv.stride(0), part.score.stride(0), part.state.stride(0),
         part.norm_weight, part.cos_sin, part.cos_sin.shape[0], part.pool, part.pool.stride(0), part.eps,
     )  # fmt: skip
-
-
-def _part_shape(part: CompressPart, items: int) -> PartShape:
-    return PartShape(
+    return arguments, PartShape(
         D=part.dim,
         BLOCK=row_block(part.dim, part.cos_sin),
         ROPE=part.cos_sin.shape[1],
@@ -202,20 +185,11 @@ def _part_shape(part: CompressPart, items: int) -> PartShape:
     )
 
 
-def _check_strides(part: CompressPart) -> None:
-    check("kv", part.kv, part.kv.shape, rows=True)
-    check("score", part.score, part.score.shape, rows=True)
-    check("ape", part.ape, part.ape.shape, contiguous=True)
-    check("a ring of state", part.state[:1], (1, *part.state.shape[1:]), contiguous=True)
-    if part.hadamard and part.dim & (part.dim - 1):
-        raise ValueError(f"a Hadamard rotation needs a power of two of channels, got {part.dim}")
-
-
 def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
     """See `kernels.insert.rope_insert`."""
     T = len(rows)
     _check_rows("rows", rows, T)
-    arguments, shape = _key("rows", rows, None, None, 0.0, positions, cos_sin, cache)
+    arguments, shape = _key("rows", rows, positions, cos_sin, cache)
     if T:
         plan = plan_entries(RowsProblem(T), gpu(rows.device))
         rope_insert_kernel[(T,)](
@@ -223,22 +197,9 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
         )
 
 
-def _token_launch(tokens: TokenRows) -> _TokenLaunch:
-    """Checks the tensors and allocates outputs that are not given.
-
-    Raises:
-        ValueError: tensors that disagree or that the kernel does not support.
-    """
-    kv, kv_out = tokens.kv, _output("kv_out", tokens.kv, tokens.kv_out)
-    _check_rows("kv", kv, len(tokens.qr), tokens.kv_weight)
-    query, query_shape = _query_latent(tokens)
-    key = _key("keys", kv, tokens.kv_weight, kv_out, tokens.eps, tokens.positions, tokens.cos_sin, tokens.cache)
-    return _TokenLaunch(*key, query, query_shape, LatentAndKey(query.out, kv_out))
-
-
 def _key(
-    name: str, rows: Tensor, weight: Tensor | None, out: Tensor | None, eps: float, positions: Tensor, cos_sin: Tensor,
-    cache: CacheRows,
+    name: str, rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows, weight: Tensor | None = None,
+    out: Tensor | None = None, eps: float = 0.0,
 ) -> tuple[KeyArguments, KeyShape]:  # fmt: skip
     """Arguments and constants of `insert_key` for rows that are rotated and stored, and normed with a ``weight``."""
     _check_slots(name, cache, positions, *rows.shape)
@@ -251,7 +212,7 @@ def _key(
     return arguments, KeyShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), entry)
 
 
-def _query_latent(tokens: TokenRows | LatentTokens) -> tuple[QueryLatentArguments, QueryLatentShape]:
+def _query_latent(tokens: TokenRows) -> tuple[QueryLatentArguments, QueryLatentShape]:
     """Arguments and constants of `norm_query_latent`, which writes `QueryLatentArguments.out`."""
     (T, lora), qr, fp8 = tokens.qr.shape, tokens.qr, tokens.qr_fp8
     _check_rows("qr", qr, T, tokens.q_weight)
@@ -259,12 +220,12 @@ def _query_latent(tokens: TokenRows | LatentTokens) -> tuple[QueryLatentArgument
         if lora % 128:
             raise ValueError(f"a quantised latent needs a multiple of 128 channels, got {lora}")
         check_quantized("quantised latent", fp8, (T, lora))
-    out = _output("qr_out", qr, tokens.qr_out)
+    out = torch.empty_like(qr, memory_format=torch.contiguous_format)
     arguments = QueryLatentArguments(qr, qr.stride(0), tokens.q_weight, out, out.stride(0), tokens.eps, fp8_rows(fp8))
     return arguments, QueryLatentShape(lora, next_power_of_2(lora), fp8 is not None and fp8.pow2_scales)
 
 
-def insert_latents(tokens: LatentTokens) -> Tensor:
+def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tensor:
     """See `kernels.insert.insert_latents`."""
     query, query_shape = _query_latent(tokens)
     T, kv, cache, cos_sin, record = len(tokens.qr), tokens.kv, tokens.cache, tokens.cos_sin, tokens.cache.record
@@ -292,16 +253,14 @@ def insert_latents(tokens: LatentTokens) -> Tensor:
         SCALE_FLOOR=struct.unpack("<i", struct.pack("<f", rule.floor))[0],
         PLAIN=TRITON_DTYPES[torch.bfloat16 if quantized else record.dtype],
     )
-    index, index_shape = (None, None) if tokens.index is None else _index_key(tokens.index, tokens.positions, rope)
+    key, key_shape = (None, None) if index is None else _index_key(index, tokens.positions, rope)
     if T:
         plan = plan_latents(RowsProblem(T), gpu(kv.device))
         insert_latents_kernel[(T, 2 if index is None else 3)](
-            rows,
-            query,
-            index,
+            *(rows, query, key),
             SHAPE=shape,
             QUERY_SHAPE=query_shape,
-            INDEX_SHAPE=index_shape,
+            INDEX_SHAPE=key_shape,
             NATIVE_FP8=plan.native_fp8,
             enable_fp_fusion=True,
             **plan.options,
@@ -337,7 +296,7 @@ def query_norm_rope(raw_q: RawQueries) -> Tensor:
 
 
 def head_launch(raw_q: RawQueries) -> SharedLaunch:
-    """Checks the tensors, plans, and allocates the output if it is not given.
+    """Checks the tensors, plans, and allocates the output.
 
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
@@ -345,9 +304,7 @@ def head_launch(raw_q: RawQueries) -> SharedLaunch:
     check_raw_queries(raw_q)
     q, cos_sin, padded = raw_q.q, raw_q.cos_sin, raw_q.padded_heads
     T, dim = q.shape[0], q.shape[1] // raw_q.num_heads
-    shape = (T, padded, dim)
-    out = torch.empty(shape, dtype=q.dtype, device=q.device) if raw_q.out is None else raw_q.out
-    check("out", out, shape, q.dtype, rows=True)
+    out = torch.empty(T, padded, dim, dtype=q.dtype, device=q.device)
     plan = plan_queries(RowsProblem(T), gpu(q.device))
     rows = HeadArguments(
         q, cos_sin, raw_q.positions, out, raw_q.eps, cos_sin.shape[0], raw_q.num_heads, padded,
@@ -356,12 +313,6 @@ def head_launch(raw_q: RawQueries) -> SharedLaunch:
     count = plan.config.heads
     constants = HeadShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), count, raw_q.norm)
     return SharedLaunch(plan, rows, constants, out, (T, cdiv(padded, count)))
-
-
-def _output(name: str, x: Tensor, out: Tensor | None) -> Tensor:
-    """``out``, or a new contiguous tensor of the shape and dtype of ``x`` if it is None."""
-    check(name, out, x.shape, x.dtype, rows=True)
-    return torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
 
 
 def _check_rows(name: str, x: Tensor, T: int, weight: Tensor | None = None) -> None:

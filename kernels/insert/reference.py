@@ -24,8 +24,8 @@ from deepseek_attn.kernels.insert.types import (
     CacheRows,
     CompressBatch,
     CompressPart,
+    IndexKeyRows,
     LatentAndKey,
-    LatentTokens,
     TokenRows,
 )
 
@@ -111,15 +111,12 @@ def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
     cache = tokens.cache
     cache.record.insert(cache.pool, cache.page_entries, cache.slots, kv)
     _store_quantized(qr, tokens.qr_fp8)
-    return LatentAndKey(
-        qr if tokens.qr_out is None else tokens.qr_out.copy_(qr),
-        kv if tokens.kv_out is None else tokens.kv_out.copy_(kv),
-    )
+    return LatentAndKey(qr, kv)
 
 
-def insert_latents(tokens: LatentTokens) -> Tensor:
+def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tensor:
     """See `kernels.insert.insert_latents`."""
-    freqs_cis, cache, index = freqs_cis_at(tokens.cos_sin, tokens.positions), tokens.cache, tokens.index
+    freqs_cis, cache = freqs_cis_at(tokens.cos_sin, tokens.positions), tokens.cache
     qr = rms_norm(tokens.qr, tokens.eps, tokens.q_weight)
     rank = len(tokens.kv_weight)
     latent = rms_norm(tokens.kv[:, :rank], tokens.eps, tokens.kv_weight)
@@ -131,7 +128,7 @@ def insert_latents(tokens: LatentTokens) -> Tensor:
         k = hadamard(k) if index.hadamard else k
         index.cache.record.insert(index.cache.pool, index.cache.page_entries, index.cache.slots, k)
     _store_quantized(qr, tokens.qr_fp8)
-    return qr if tokens.qr_out is None else tokens.qr_out.copy_(qr)
+    return qr
 
 
 def _store_quantized(rows: Tensor, buffers: QuantizedRows | None) -> None:
@@ -145,8 +142,7 @@ def query_norm_rope(raw_q: RawQueries) -> Tensor:
     """See `kernels.insert.query_norm_rope`."""
     q = normed_queries(raw_q)
     padding = raw_q.padded_heads - raw_q.num_heads
-    q = torch.nn.functional.pad(q, (0, 0, 0, padding)) if padding else q
-    return q if raw_q.out is None else raw_q.out.copy_(q)
+    return torch.nn.functional.pad(q, (0, 0, 0, padding)) if padding else q
 
 
 def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:

@@ -33,12 +33,12 @@ class TokenRows(NamedTuple):
     """Query latent and key of a step's tokens, as projected.
 
     Attributes:
-        qr: ``[T, q_lora]``; kv: ``[T, d]``; float32, bfloat16 or float16 with contiguous rows, ``d`` even.
-        q_weight, kv_weight: float32 norm weights ``[q_lora]`` and ``[d]``; eps: of both norms.
+        qr: ``[T, q_lora]``; kv: ``[T, d]``, in V3.2 ``[T, kv_lora_rank + rope_dim]``, the latent, then the rotary key;
+            float32, bfloat16 or float16 with contiguous rows, which may be columns of one product; ``d`` even.
+        q_weight, kv_weight: float32 norm weights ``[q_lora]`` and ``[d]`` or ``[kv_lora_rank]``; eps: of both norms.
         cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
-        cache: where rows of ``kv`` are stored.
+        cache: where rows of ``kv`` are stored; in V3.2 records ``plain`` or ``fp8_v32``.
         qr_fp8: buffers for the normed latent quantised to FP8, ``q_lora`` a multiple of 128; None if nothing reads it.
-        qr_out, kv_out: buffers for the results; None allocates them.
     """
 
     qr: Tensor
@@ -50,8 +50,6 @@ class TokenRows(NamedTuple):
     positions: Tensor
     cache: CacheRows
     qr_fp8: QuantizedRows | None = None
-    qr_out: Tensor | None = None
-    kv_out: Tensor | None = None
 
 
 class LatentAndKey(NamedTuple):
@@ -77,34 +75,6 @@ class IndexKeyRows(NamedTuple):
     eps: float
     hadamard: bool
     cache: CacheRows
-
-
-class LatentTokens(NamedTuple):
-    """Query latent, key latent with rotary key, and index key of a step's tokens, as projected (V3.2).
-
-    Attributes:
-        qr: ``[T, q_lora_rank]``; kv: ``[T, kv_lora_rank + rope_dim]``, the latent, then the rotary key; float32,
-            bfloat16 or float16 with contiguous rows, which may be columns of one product.
-        q_weight, kv_weight: float32 norm weights ``[q_lora_rank]`` and ``[kv_lora_rank]``; eps: of both norms.
-        cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
-        cache: where latent and rotary key are stored; records ``plain`` or ``fp8_v32``.
-        index: the index keys; None for a layer without an indexer.
-        qr_fp8: buffers for the normed latent quantised to FP8, ``q_lora_rank`` a multiple of 128; None if nothing
-            reads it.
-        qr_out: buffer for the result; None allocates it.
-    """
-
-    qr: Tensor
-    kv: Tensor
-    q_weight: Tensor
-    kv_weight: Tensor
-    eps: float
-    cos_sin: Tensor
-    positions: Tensor
-    cache: CacheRows
-    index: IndexKeyRows | None = None
-    qr_fp8: QuantizedRows | None = None
-    qr_out: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -48,17 +48,16 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
 
 
 def absorb_launch(queries: LatentQueries) -> SharedLaunch:
-    """Checks the tensors, plans, and allocates the result if it is not given.
+    """Checks the tensors, plans, and allocates the result.
 
     Raises:
         ValueError: tensors that disagree or that the kernels do not support.
     """
     check_queries(queries)
-    q, weight, cos_sin, positions, padded_heads, out = queries
+    q, weight, cos_sin, positions, padded_heads = queries
     (heads, nope, rank), T, rope = weight.shape, len(q), cos_sin.shape[1]
     plan = plan_absorb(_problem(q, weight), gpu(q.device))
-    if out is None:
-        out = torch.empty(T, padded_heads, rank + rope, dtype=q.dtype, device=q.device)
+    out = torch.empty(T, padded_heads, rank + rope, dtype=q.dtype, device=q.device)
     rows = AbsorbArguments(
         q, q.stride(0), _stored(weight), cos_sin, cos_sin.shape[0], positions,
         out, out.stride(0), out.stride(1), T, heads, padded_heads,

@@ -27,8 +27,7 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     latent = torch.bmm(q[..., :nope].transpose(0, 1), dequantize_weight(queries.weight, q.dtype)).transpose(0, 1)
     rows = torch.cat([latent, q[..., nope:]], dim=-1)
     padding = queries.padded_heads - heads
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
-    return rows if queries.out is None else queries.out.copy_(rows)
+    return torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
 
 
 def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
@@ -46,9 +45,9 @@ def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales:
 
 def check_queries(queries: LatentQueries) -> None:
     """Raises ValueError unless queries, weight, table and positions fit together."""
-    q, weight, cos_sin, positions, padded_heads, out = queries
+    q, weight, cos_sin, positions, padded_heads = queries
     _check_weight("[heads, nope, rank] in the dtype of q", weight, q)
-    (heads, nope, rank), rope = weight.shape, cos_sin.shape[1]
+    (heads, nope, _), rope = weight.shape, cos_sin.shape[1]
     check("q", q, ("T", heads * (nope + rope)), rows=True)
     if padded_heads < heads or rope % 2:
         raise ValueError(
@@ -56,7 +55,6 @@ def check_queries(queries: LatentQueries) -> None:
         )
     check("positions", positions, (len(q),))
     check("cos_sin", cos_sin, ("positions", rope), torch.float32, contiguous=True)
-    check("out", out, (len(q), padded_heads, rank + rope), q.dtype, rows=True)
 
 
 def check_latents(latents: Tensor, weight: LatentWeight) -> None:

@@ -41,7 +41,6 @@ class LatentQueries(NamedTuple):
         weight: ``W_UK [heads, nope, rank]``, FP8 or in the dtype of ``q``.
         cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
         padded_heads: heads of the result, at least ``heads``.
-        out: ``[T, padded_heads, rank + rope_dim]`` buffer for the result; None allocates it.
     """
 
     q: Tensor
@@ -49,7 +48,6 @@ class LatentQueries(NamedTuple):
     cos_sin: Tensor
     positions: Tensor
     padded_heads: int
-    out: Tensor | None = None
 
 
 class ProjectedValues(NamedTuple):

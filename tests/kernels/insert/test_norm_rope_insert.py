@@ -140,17 +140,14 @@ def test_values_that_are_not_finite_stay_visible(insert, device, name):
     assert stored[live & ~finite].isnan().any(1).all()
 
 
-def test_strided_rows_and_given_outputs(insert, device):
+def test_strided_rows(insert, device):
     case = Case("V4", torch.bfloat16, device)
     expected = case.run(insert)
     rows = torch.randn(9, 96 + 512 + 8, device=device).bfloat16()
     rows[:, :96], rows[:, 96:608] = case.qr, case.kv
     case.qr, case.kv = rows[:, :96], rows[:, 96:608]
-    out = torch.full((9, 640), float("nan"), device=device).bfloat16()
-    got = case.run(insert, qr_out=out[:, :96], kv_out=out[:, 96:608])
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(out[:, 96:608], expected[1])
-    assert out[:, 608:].isnan().all()
+    for mine, wanted in zip(case.run(insert), expected, strict=True):
+        assert torch.equal(mine, wanted)
 
 
 @pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
@@ -224,10 +221,6 @@ def test_queries(queries, device, heads, padded, norm, dtype):
     for t in range(7):
         for h in range(heads):
             close(got[t, h], expected_row(q[t, h * 128 : h * 128 + 128], None, table, positions[t], dtype, norm))
-    out = torch.full((7, padded + 1, 128), float("nan"), device=device).to(dtype)
-    assert torch.equal(queries(RawQueries(q, heads, EPS, table, positions, padded, out[:, :padded], norm)), got)
-    assert torch.equal(out[:, :padded], got)
-    assert out[:, padded].isnan().all()
 
 
 @pytest.fixture

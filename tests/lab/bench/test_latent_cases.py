@@ -25,9 +25,9 @@ def test_every_implementation_takes_the_arguments(make_case, shape):
 
 
 def test_insert_writes_every_row():
-    (tokens,) = latent._insert(70).make(CPU, 1)
-    latent.insert_latents(tokens)
-    for cache in (tokens.cache, tokens.index.cache):
+    tokens, index = latent._insert(70).make(CPU, 1)
+    latent.insert_latents(tokens, index)
+    for cache in (tokens.cache, index.cache):
         assert (cache.record.gather(cache.pool, cache.page_entries, cache.slots, torch.float32) != 0).any(1).all()
     assert len(set(tokens.cache.slots.tolist())) == 70
 

@@ -6,7 +6,7 @@ import torch
 
 from deepseek_attn.cache.records import IndexFp8Record
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
-from deepseek_attn.kernels.insert import CacheRows, LatentTokens, insert_latents
+from deepseek_attn.kernels.insert import CacheRows, TokenRows, insert_latents
 from deepseek_attn.kernels.insert import reference as insert_reference
 from deepseek_attn.kernels.insert.types import IndexKeyRows
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, absorb_queries, project_values, reference
@@ -61,7 +61,7 @@ def _project(T: int) -> OpCase:
 
 
 def _insert(T: int) -> OpCase:
-    def make(device: torch.device, seed: int) -> tuple[LatentTokens]:
+    def make(device: torch.device, seed: int) -> tuple[TokenRows, IndexKeyRows]:
         g = torch.Generator(device).manual_seed(seed)
         sizes = [Q_LORA, RANK + ROPE, INDEX_DIM]
         qr, kv, k = torch.randn(T, sum(sizes), device=device, generator=g).bfloat16().split(sizes, dim=1)
@@ -71,7 +71,7 @@ def _insert(T: int) -> OpCase:
         index = IndexKeyRows(k, ones[INDEX_DIM], torch.zeros(INDEX_DIM, device=device), EPS, False, pools[1])
         positions = torch.randint(POSITIONS, (T,), device=device, generator=g)
         table = _table(device, g)
-        return (LatentTokens(qr, kv, ones[Q_LORA], ones[RANK], EPS, table, positions, pools[0], index),)
+        return TokenRows(qr, kv, ones[Q_LORA], ones[RANK], EPS, table, positions, pools[0]), index
 
     read = 2 * (Q_LORA + RANK + ROPE + INDEX_DIM) + 4 * ROPE + 8 + 2 * 8  # position and two slots
     size = T * (read + 2 * Q_LORA + KV.entry_bytes + INDEX.entry_bytes)
