@@ -20,6 +20,7 @@ import importlib.util
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -129,18 +130,19 @@ class Comparison:
         self.model, self.config = model, ModelConfig.from_preset(model)
         limit = self.config.swiglu_limit
         *_, self.w1, self.w3, self.w2 = experts_case(model, 1, self.config, "fp4").make(DEVICE, 0)
-        pairs = list(zip(self.w1[:2], self.w3[:2], strict=True))
-        self.sides = {
-            "flashinfer": FlashInferExperts(module, tuple(torch.cat(p[::-1], 1) for p in pairs), self.w2[:2], limit)
-        }
+        (codes1, scales1), (codes3, scales3) = self.w1[:2], self.w3[:2]
+        w31 = torch.cat([codes3, codes1], 1), torch.cat([scales3, scales1], 1)
+        self.flashinfer = FlashInferExperts(module, w31, self.w2[:2], limit)
+        self.sides: dict[str, Callable[..., Tensor]] = {"flashinfer": self.flashinfer}
         if importlib.util.find_spec("humming") is not None:
-            self.sides["humming"] = HummingExperts(tuple(torch.cat(p, 1) for p in pairs), self.w2[:2], limit)
+            w13 = torch.cat([codes1, codes3], 1), torch.cat([scales1, scales3], 1)
+            self.sides["humming"] = HummingExperts(w13, self.w2[:2], limit)
 
     def point(self, tokens: int, rounds: int) -> dict:
         """One number of tokens: medians of all sides, each over several routings."""
         case = experts_case(self.model, tokens, self.config, "fp4")
         inputs = [case.make(DEVICE, seed) for seed in range(3 if tokens <= 128 else 2 if tokens <= 512 else 1)]
-        self.sides["flashinfer"].tune(*inputs[0][:3])
+        self.flashinfer.tune(*inputs[0][:3])
         row: dict = {"model": self.model, "tokens": tokens}
         calls = [
             {"ours": partial(case.run["triton"], *one)} | {n: partial(s, *one[:3]) for n, s in self.sides.items()}
@@ -148,7 +150,7 @@ class Comparison:
         ]
         stacks = self.w1, self.w3, self.w2
         errors = {
-            name: output_error(call(), *inputs[0][:3], stacks, self.config.swiglu_limit)
+            name: output_error(call(), inputs[0][:3], stacks, self.config.swiglu_limit)
             for name, call in calls[0].items()
         }
         row |= {f"{name}_error": error for name, error in errors.items()}
@@ -165,7 +167,7 @@ class Comparison:
             row[f"ratio_{name}"] = round(
                 statistics.mean(a / b for a, b in zip(times["ours"], times[name], strict=True)), 3
             )
-        return row | {"tactics": self.sides["flashinfer"].tactics[tokens]}
+        return row | {"tactics": self.flashinfer.tactics[tokens]}
 
 
 def main() -> None:

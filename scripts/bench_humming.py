@@ -175,7 +175,7 @@ class Comparison:
         inputs = [case.make(DEVICE, seed) for seed in seeds]
         sides = [[partial(case.run["triton"], *one), partial(self.humming, *one[:3])] for one in inputs]
         stacks, limit = (self.w1, self.w3, self.w2), self.config.swiglu_limit
-        errors = [output_error(side(), *inputs[0][:3], stacks, limit) for side in sides[0]]
+        errors = [output_error(side(), inputs[0][:3], stacks, limit) for side in sides[0]]
         if not max(errors) < LARGEST_ERROR:
             raise SystemExit(f"{self.model}, {tokens} tokens: outputs differ from float32 by {errors} of the norm")
         times = []
@@ -188,9 +188,17 @@ class Comparison:
 
 
 def output_error(
-    outputs: Tensor, x: Tensor, experts: Tensor, weights: Tensor, stacks: tuple[ExpertStack, ...], limit: float
+    outputs: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    stacks: tuple[ExpertStack, ExpertStack, ExpertStack],
+    limit: float,
 ) -> float:
-    """Error of the first and the last token's output against float32, as a share of the norm."""
+    """Error of the first and the last token's output against float32, as a share of the norm.
+
+    Args:
+        inputs: tokens, their experts and weights; stacks: ``w1``, ``w3`` and ``w2``.
+    """
+    x, experts, weights = inputs
     some = [0, -1] if len(x) > 1 else [0]
     rows = zip(x[some].float().split(1), experts[some].split(1), weights[some].split(1), strict=True)
     exact = torch.cat([reference.moe_experts(*row, *stacks, limit) for row in rows])
