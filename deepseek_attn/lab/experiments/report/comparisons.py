@@ -19,6 +19,7 @@ from deepseek_attn.lab.experiments.report.table import show_length, show_number
 
 EQUAL = 0.1  # costs that differ by less count as equal
 NOISE = 0.05  # p of a difference that counts
+LEAST_SEEDS = 3  # of a difference that counts: two that happen to agree have an interval of no width
 ENOUGH_SEEDS = 5
 FAMILIES = {
     "bound": "what a schedule loses against dense attention",
@@ -46,7 +47,7 @@ def corrected(rows: list[PairedDifference]) -> list[PairedDifference]:
     """The rows of a family with p values for as many comparisons."""
     tested = [row for row in rows if row["p"] is not None]
     for row, p in zip(tested, holm([row["p"] or 0.0 for row in tested]), strict=True):
-        row["p"], row["exceeds"] = p, p < NOISE
+        row["p"], row["exceeds"] = p, p < NOISE and len(row["seeds"]) >= LEAST_SEEDS
     return rows
 
 

@@ -54,9 +54,10 @@ def chance_of(report: Report, name: str) -> float | None:
 
 
 def bound_of(report: Report, name: str) -> float | None:
-    """The quality of dense attention; None if it was not measured."""
+    """The best quality of dense attention, with a window layer or without; None if it was not measured."""
     found = [quality_of(variant, name) for variant in report["variants"] if variant.get("attention") == "dense"]
-    return next((quality["mean"] for quality in found if quality is not None), None)
+    means = [quality["mean"] for quality in found if quality is not None]
+    return (min if name.endswith("loss") else max)(means, default=None)
 
 
 def costs(report: Report) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ class PairedDifference(TypedDict):
     """``one`` less ``other`` in a quality, over the seeds that both have; see `report.comparisons`.
 
     ``low``, ``high``: 95 % interval of the mean, and ``p`` its value corrected within the ``family`` (Holm); None for a
-    single seed. ``exceeds``: the difference is more than noise, p below 0.05.
+    single seed. ``exceeds``: the difference is more than noise: p below 0.05, of three seeds or more.
     """
 
     quality: str

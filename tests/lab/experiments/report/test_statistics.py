@@ -99,3 +99,13 @@ def test_limits_name_what_was_not_run_and_too_few_seeds():
     found = " ".join(make_limits(report(variant(1, "a", [0.5] * 3)) | {"units": {"missing": ["b"], "total": 9}}))
     assert "1 of 9 pieces of work have not been run" in found
     assert "1 of 1 variants have fewer than 5 seeds" in found
+
+
+def test_two_seeds_that_agree_are_not_enough():
+    pairs = make_comparisons(
+        report(
+            variant(1, "dense", [0.9, 0.8], attention="dense", costs=(100, 1000)),
+            variant(2, "learned", [0.7, 0.6], costs=(10, 50)),
+        )
+    )
+    assert [(row["seeds"], row["exceeds"]) for row in pairs] == [([0, 1], False)]
