@@ -100,7 +100,10 @@ def pytest_collection_finish() -> None:
     """Leaves modules and collected tests out of garbage collections, of which each closed runner causes one."""
     import torch
 
+    from tests.support.random_weights import KeptWeights
+
     torch.set_num_threads(1)  # as the environment says, unless a plugin has imported torch before
+    KeptWeights().install()
     # To each logger that does not propagate pytest adds a handler six times a test, and torch has 40 of them.
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.startswith("torch") and isinstance(logger, logging.Logger):
