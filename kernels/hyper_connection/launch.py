@@ -38,25 +38,16 @@ from deepseek_attn.kernels.hyper_connection.types import (
 
 def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:
     """See `deepseek_attn.kernels.hyper_connection.hc_pre`."""
-    _check(streams, hc, 3)
     return launch(streams, hc)[1:]
 
 
 def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:
     """See `deepseek_attn.kernels.hyper_connection.hc_post_pre`."""
-    output = SublayerOutput(y, streams, post, comb)
-    _check(streams, hc, 3)
-    _check_post(output)
-    return launch(output, hc)
+    return launch(SublayerOutput(y, streams, post, comb), hc)
 
 
 def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
     """See `deepseek_attn.kernels.hyper_connection.hc_delayed`."""
-    if isinstance(streams, SublayerOutput):
-        _check_post(streams)
-    old = streams.streams if isinstance(streams, SublayerOutput) else streams
-    _check(old, hc, 3)
-    _check_pre(old, pre)
     next_pre = torch.empty_like(pre)
     return DelayedInput(*launch(streams, hc, pre, next_pre), next_pre)
 
@@ -75,15 +66,12 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_post`."""
-    output = SublayerOutput(y, streams, post, comb)
-    _check_post(output)
     made = plan_post(_problem(streams), gpu(streams.device))
-    return _launch_post(made.config, made.pdl, _contiguous(output)).new
+    return _launch_post(made.config, made.pdl, _update(SublayerOutput(y, streams, post, comb))).new
 
 
 def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_head`."""
-    _check(streams, hc, 1)
     return launch(streams, hc._replace(iterations=0)).x
 
 
@@ -92,9 +80,17 @@ def _problem(streams: Tensor, update: bool = False) -> StreamsProblem:
     return StreamsProblem(rows, m, channels, update, batch_invariant())
 
 
-def _contiguous(output: SublayerOutput) -> StreamUpdate:
-    y, streams = output.y.contiguous(), output.streams.contiguous()
-    return StreamUpdate(y, streams, output.post, output.comb, torch.empty_like(streams))
+def _update(streams: Tensor | SublayerOutput) -> StreamUpdate:
+    """Contiguous streams, with the sublayer's output that updates them if that is given."""
+    if not isinstance(streams, SublayerOutput):
+        return StreamUpdate(None, streams.contiguous(), None, None, None)
+    y, streams, post, comb = streams
+    T, m, D = streams.shape
+    check("y", y, (T, D))
+    check("post", post, (T, m), torch.float32, contiguous=True)
+    check("comb", comb, (T, m, m), torch.float32, contiguous=True)
+    streams = streams.contiguous()
+    return StreamUpdate(y.contiguous(), streams, post, comb, torch.empty_like(streams))
 
 
 def launch(
@@ -103,12 +99,11 @@ def launch(
     """Updates the streams if they come with a sublayer's output, and collapses them.
 
     Args:
+        hc: without iterations that of the end of a model, which has one scale and no post and comb.
         pre: ``[T, m]``, weights that collapse the streams; the weights that ``hc`` gives are written to ``next_pre``.
     """
-    if isinstance(streams, SublayerOutput):
-        update = _contiguous(streams)
-    else:
-        update = StreamUpdate(None, streams.contiguous(), None, None, None)
+    _check(streams.streams if isinstance(streams, SublayerOutput) else streams, hc, pre)
+    update = _update(streams)
     made = plan(_problem(update.streams, update.y is not None), gpu(update.streams.device))
     if made.update is not None and made.update.kernel == "hc_post_kernel":
         new = _launch_post(made.update.config, made.pdl, update).new
@@ -190,23 +185,17 @@ def _launch_collapse(plan: StreamsPlan, args: CollapseArguments, iterations: int
     )
 
 
-def _check(streams: Tensor, hc: HyperConnection, scales: int) -> None:
+def _check(streams: Tensor, hc: HyperConnection, pre: Tensor | None) -> None:
     check("streams", streams, ("T", "m", "D"), FLOATS)
     _, m, D = streams.shape
-    rows = m if scales == 1 else (2 + m) * m
+    rows, scales = ((2 + m) * m, 3) if hc.iterations else (m, 1)
     check(f"fn of {m} streams", hc.fn, (rows, m * D), torch.float32, contiguous=True)
     check(f"base of {m} streams", hc.base, (rows,), torch.float32, contiguous=True)
     check(f"scale of {m} streams", hc.scale, (scales,), torch.float32, contiguous=True)
     check("the norm's weight", hc.norm, (D,), torch.float32)
+    _check_pre(streams, pre)
 
 
-def _check_pre(streams: Tensor, weights: Tensor) -> None:
+def _check_pre(streams: Tensor, weights: Tensor | None) -> None:
     name = f"weights that collapse streams {list(streams.shape)}"
     check(name, weights, streams.shape[:2], torch.float32, contiguous=True)
-
-
-def _check_post(output: SublayerOutput) -> None:
-    T, m, D = output.streams.shape
-    check("y", output.y, (T, D))
-    check("post", output.post, (T, m), torch.float32, contiguous=True)
-    check("comb", output.comb, (T, m, m), torch.float32, contiguous=True)
