@@ -28,6 +28,7 @@ from deepseek_attn.kernels.attention.attend_triton import (
 from deepseek_attn.kernels.attention.attend_v32_hopper import attend_v32_hopper_kernel
 from deepseek_attn.kernels.attention.gather_triton import EntryShape, GatherPool, GatherRows, gather_kernel
 from deepseek_attn.kernels.attention.plan import AttendPlan, AttendProblem, GatherProblem, plan_attend, plan_gather
+from deepseek_attn.kernels.attention.reference import value_dim
 from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys
 from deepseek_attn.kernels.common.checks import INTS, check
 from deepseek_attn.kernels.common.device import FLOATS, LOG2E, fp8_view, gpu
@@ -66,10 +67,7 @@ def _attend(
     q: Tensor, keys: list[AttendedKeys], scale: float, sink: Tensor | None, d_v: int | None, out: Tensor | None,
     max_logits: Tensor | None = None, rows: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    T, H, dim = q.shape
-    d_v = dim if d_v is None else d_v
-    if not 0 < d_v <= dim:
-        raise ValueError(f"d_v must be in 1 .. {dim}, got {d_v}")
+    (T, H, _), d_v = q.shape, value_dim(q, d_v)
     check("out", out, (T, H, d_v), q.dtype, rows=True)
     out = torch.empty(T, H, d_v, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)

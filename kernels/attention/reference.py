@@ -50,7 +50,7 @@ def sparse_attention(
     if kv.dim() != 2 or kv.shape[1] != q.shape[2]:
         raise ValueError(f"kv must be [N, {q.shape[2]}] for q {tuple(q.shape)}, got {tuple(kv.shape)}")
     check("max_logits", max_logits, q.shape[:2], torch.float32, contiguous=True)
-    d_v = _value_dim(q, d_v)
+    d_v = value_dim(q, d_v)
     budget = SCRATCH_BYTES
     if kv.dtype != torch.float32 and kv.numel() * 4 <= budget // 2:
         kv = kv.float()
@@ -84,7 +84,7 @@ def sparse_attention_paged(
 ) -> tuple[Tensor, Tensor]:
     """`kernels.attention.sparse_attention_paged` in float32 torch; ``round_weights``: see `sparse_attention`."""
     _check_query(q, sink)
-    d_v = _value_dim(q, d_v)
+    d_v = value_dim(q, d_v)
     sources = [_paged_source(part) for part in keys]
     # Decoding a record makes a few temporaries as large as the keys.
     result = _attend(q, sources, scale, sink, d_v, SCRATCH_BYTES // 4, round_weights=round_weights)
@@ -311,7 +311,7 @@ def _check_query(q: Tensor, sink: Tensor | None) -> None:
         raise ValueError(f"sink must be [{q.shape[1]}], one logit per head, got {tuple(sink.shape)}")
 
 
-def _value_dim(q: Tensor, d_v: int | None) -> int:
+def value_dim(q: Tensor, d_v: int | None) -> int:
     d_v = q.shape[2] if d_v is None else d_v
     if not 0 < d_v <= q.shape[2]:
         raise ValueError(f"d_v must be in 1 .. {q.shape[2]}, got {d_v}")

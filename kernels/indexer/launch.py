@@ -6,6 +6,8 @@ little memory; with candidate blocks it also keeps blocks, or selects among the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -13,10 +15,11 @@ from torch import Tensor
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
 from deepseek_attn.kernels.common.checks import INTS, check, given
 from deepseek_attn.kernels.common.counters import counters_of
-from deepseek_attn.kernels.common.device import FLOATS, gpu
+from deepseek_attn.kernels.common.device import FLOATS, GPU, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import (
     KernelPlan,
+    RowsProblem,
     SharedLaunch,
     cdiv,
     launch_options,
@@ -33,12 +36,12 @@ from deepseek_attn.kernels.indexer.candidates_triton import (
     candidate_scores_kernel,
 )
 from deepseek_attn.kernels.indexer.plan import (
-    BlocksProblem,
     IndexQueryProblem,
     ScoresProblem,
     TopkProblem,
     plan_blocks,
     plan_candidate_scores,
+    plan_entries,
     plan_queries,
     plan_scores,
     plan_topk,
@@ -50,6 +53,7 @@ from deepseek_attn.kernels.indexer.query_triton import (
     latent_queries_kernel,
     queries_kernel,
 )
+from deepseek_attn.kernels.indexer.reference import check_tokens
 from deepseek_attn.kernels.indexer.scores_decode_hopper import index_scores_decode_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_hopper import index_scores_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_triton import ScoreRows, ScoresShape, index_scores_kernel
@@ -85,7 +89,7 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     with unlisted_plans():
         _, arguments, shape, out, (tokens, blocks) = head_launch(raw_q)
     launch = _index_launch(index, "queries_kernel")
-    _check_tokens(tokens, index)
+    check_tokens(tokens, index)
     if tokens:
         queries_kernel[(tokens, blocks + launch.grid[1])](
             *(arguments, launch.arguments, blocks),
@@ -100,7 +104,7 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.latent_queries` in Triton, for rows that `absorb_queries` and `index_query` take there."""
     tokens = len(queries.q)
-    _check_tokens(tokens, index)
+    check_tokens(tokens, index)
     with unlisted_plans():
         absorbed = absorb_launch(queries)
     if absorbed.plan.rotation is not None:  # cuBLAS multiplies
@@ -117,11 +121,6 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
             **launch.plan.options,
         )
     return absorbed.out, launch.out
-
-
-def _check_tokens(tokens: int, index: IndexQueryRows) -> None:
-    if len(index.q) != tokens:
-        raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
 
 
 def _index_launch(rows: IndexQueryRows, kernel: str) -> SharedLaunch:
@@ -198,28 +197,31 @@ def paged_index_scores(
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`kernels.indexer.paged_index_scores` in Triton."""
-    (B, pages), T = keys.block_table.shape, len(queries.q)
-    width = pages * keys.entries if width is None else width
+    T, entries, table = len(queries.q), keys.block_table.shape[1] * keys.entries, keys.block_table
+    width = entries if width is None else width
     key_format = check_scores(queries, keys, num_visible)
-    if not 0 <= width <= pages * keys.entries:
-        raise ValueError(f"width must be in 0 .. {pages} * {keys.entries}, the entries of a block table, got {width}")
+    if not 0 <= width <= entries:
+        raise ValueError(f"width must be in 0 .. {entries}, the entries of a block table, got {width}")
     if out is None:
         out = torch.empty(T, width, dtype=torch.float32, device=queries.q.device)
     check("out", out, (T, width), torch.float32, rows=True)
-    if not out.numel() or not keys.block_table.numel():
+    if not out.numel() or not table.numel():
         return out
-    problem = _problem(queries, keys, key_format, B, width)
-    plan = plan_scores(problem, gpu(out.device))
-    rows, shape = _operands(plan, problem, queries, keys, out)
-    kernel, config, page, table = plan.choice.kernel, plan.config, keys.entries, keys.block_table
+    plan, rows, shape = _score_launch(plan_scores, queries, keys, key_format, width, out)
+    kernel, config = plan.choice.kernel, plan.config
     arguments = rows, table, keys.token_to_req, num_visible, T, width, skip, table.stride(0)
-    grid, warps = (cdiv(T, config.tokens), config.splits), config.warps
+    grid = cdiv(T, config.tokens), config.splits
     if kernel == "index_scores_hopper_kernel":
-        index_scores_hopper_kernel[grid](*arguments, PAGE=page, enable_fp_fusion=True, num_warps=warps)
+        index_scores_hopper_kernel[grid](*arguments, PAGE=keys.entries, enable_fp_fusion=True, num_warps=config.warps)
     elif kernel == "index_scores_decode_hopper_kernel":
-        constants = {"PAGE": page, "TOKENS": config.tokens, "FP4": key_format == "fp4"}
         index_scores_decode_hopper_kernel[grid](
-            *arguments, **constants, enable_fp_fusion=True, num_warps=warps, launch_pdl=True
+            *arguments,
+            PAGE=keys.entries,
+            TOKENS=config.tokens,
+            FP4=key_format == "fp4",
+            enable_fp_fusion=True,
+            num_warps=config.warps,
+            launch_pdl=True,
         )
     else:
         stages = config.stages
@@ -228,13 +230,9 @@ def paged_index_scores(
 
 
 def candidate_scores(
-    queries: IndexQueries,
-    keys: PagedIndexKeys,
-    num_visible: Tensor,
-    candidates: CandidateBlocks,
-    skip: int,
+    queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, candidates: CandidateBlocks, skip: int,
     out: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Scores of the entries of each query's blocks, in the order of ``candidates.kept``, which ascends before its -1s.
 
     The first ``num_visible[t]`` columns of a row are written, -inf for invisible entries. ``num_visible[t]`` is at
@@ -250,9 +248,7 @@ def candidate_scores(
     check("candidate blocks", kept, (T, "n"), torch.int32, rows=True)
     check("scores of candidates", out, (T, columns), torch.float32, rows=True)
     if out.numel() and table.numel():
-        problem = _problem(queries, keys, key_format, len(table), columns)
-        plan = plan_candidate_scores(problem, gpu(out.device))
-        rows, shape = _operands(plan, problem, queries, keys, out)
+        plan, rows, shape = _score_launch(plan_candidate_scores, queries, keys, key_format, columns, out)
         candidate_scores_kernel[(T, plan.config.splits)](
             *(rows, kept, kept.stride(0), table, keys.token_to_req, num_visible, columns, skip, table.stride(0)),
             SHAPE=shape,
@@ -271,7 +267,7 @@ def launch_candidate_entries(
     if not out.numel():
         return
     (T, k), kept, table = out.shape, candidates.kept, keys.block_table
-    plan = plan_blocks(BlocksProblem("candidate_entries_kernel", T, k), gpu(out.device))
+    plan = plan_entries(RowsProblem(T, k), gpu(out.device))
     entries = plan.config.size
     slots = out if out_slots is None else out_slots  # the kernel takes a pointer even if PAGE disables its use
     candidate_entries_kernel[(T, cdiv(k, entries))](
@@ -292,7 +288,7 @@ def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: Cand
     if kept.numel() == 0:
         return
     count = cdiv(width, size)
-    plan = plan_blocks(BlocksProblem("block_scores_kernel", T, count), gpu(scores.device))
+    plan = plan_blocks(RowsProblem(T, count), gpu(scores.device))
     blocks = plan.config.size
     best = torch.empty(T, count, dtype=torch.float32, device=scores.device)
     counts = torch.empty(T, dtype=torch.int32, device=scores.device)
@@ -352,48 +348,43 @@ def topk_indices(
     return out
 
 
-def _problem(queries: IndexQueries, keys: PagedIndexKeys, key_format: str, requests: int, width: int) -> ScoresProblem:
-    q, pool = queries.q, keys.pool
-    T, H, dim = q.shape
-    return ScoresProblem(
-        *(T, requests, width, H, dim, key_format),
-        exact=key_format == "plain" and (q.dtype != keys.record.dtype or q.dtype == torch.float32),
-        rounded=queries.score_dtype != torch.float32,
-        aligned=all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0 for rows in (q, pool)),
-        batch_invariant=batch_invariant(),
-    )
-
-
-def _operands(
-    plan: KernelPlan, problem: ScoresProblem, queries: IndexQueries, keys: PagedIndexKeys, out: Tensor
-) -> tuple[ScoreRows, ScoresShape]:
-    """Queries and pages as kernel arguments, and the constants of the Triton kernels."""
-    q, pool, config = queries.q, keys.pool, plan.config
-    if problem.key_format == "plain":
+def _score_launch(
+    planner: Callable[[ScoresProblem, GPU], KernelPlan], queries: IndexQueries, keys: PagedIndexKeys, key_format: str,
+    width: int, out: Tensor,
+) -> tuple[KernelPlan, ScoreRows, ScoresShape]:  # fmt: skip
+    """The plan of checked arguments, queries and pages as the kernels take them, and the Triton kernels' constants."""
+    q, pool, (T, H, dim) = queries.q, keys.pool, queries.q.shape
+    exact = key_format == "plain" and (q.dtype != keys.record.dtype or q.dtype == torch.float32)
+    aligned = all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0 for rows in (q, pool))
+    rounded = queries.score_dtype != torch.float32
+    sizes = T, len(keys.block_table), width, H, dim
+    plan = planner(ScoresProblem(*sizes, key_format, exact, rounded, aligned, batch_invariant()), gpu(out.device))
+    config = plan.config
+    if key_format == "plain":
         pool = pool.view(keys.record.dtype)
-        dtype = tl.float32 if problem.exact else TRITON_DTYPES[q.dtype]
+        dtype = tl.float32 if exact else TRITON_DTYPES[q.dtype]
     elif not plan.native_fp8:
         q, dtype = q.view(torch.uint8), tl.float16
     else:
         dtype = tl.float8e4nv
-        pool = pool.view(torch.float8_e4m3fn) if problem.key_format == "fp8" else pool
+        pool = pool.view(torch.float8_e4m3fn) if key_format == "fp8" else pool
     shape = ScoresShape(
-        H=problem.heads,
-        DIM=problem.dim,
+        H=H,
+        DIM=dim,
         PAGE=keys.entries,
-        KEY_FORMAT=problem.key_format,
+        KEY_FORMAT=key_format,
         NATIVE_FP8=plan.native_fp8,
         DTYPE=dtype,
-        PRECISION="tf32x3" if problem.exact else None,
+        PRECISION="tf32x3" if exact else None,
         SCORE_DTYPE=TRITON_DTYPES[queries.score_dtype],
         TOKENS=config.tokens,
         BLOCK_T=next_power_of_2(config.tokens),
-        BLOCK_H=max(16, next_power_of_2(problem.heads)),
-        BLOCK_D=max(32, next_power_of_2(problem.dim)),
+        BLOCK_H=max(16, next_power_of_2(H)),
+        BLOCK_D=max(32, next_power_of_2(dim)),
         BLOCK_N=config.keys,
         STAGES=config.stages,
     )
-    return ScoreRows(q, queries.weights, pool, out, pool.stride(0), out.stride(0)), shape
+    return plan, ScoreRows(q, queries.weights, pool, out, pool.stride(0), out.stride(0)), shape
 
 
 def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor) -> str:

@@ -255,26 +255,14 @@ plan_topk = kernel_planner(TOPK)  # the selection is exact with every tiling
 # --- candidate blocks ---
 
 
-@dataclass(frozen=True)
-class BlocksProblem:
-    """Scores reduced to ``columns`` blocks, or ``columns`` selected entries of blocks, in ``tokens`` rows."""
-
-    kernel: str
-    tokens: int
-    columns: int
+def up_to_512(p: RowsProblem, gpu: GPU) -> LaunchBlock:
+    """Selected entries of one program, a power of two."""
+    return LaunchBlock(min(512, next_power_of_2(p.channels)))
 
 
-def up_to_512(p: BlocksProblem, gpu: GPU) -> LaunchBlock:
-    """Blocks, or selected entries, of one program, a power of two."""
-    return LaunchBlock(min(512, next_power_of_2(p.columns)))
-
-
-BLOCKS: Table[BlocksProblem] = Table(
-    "indexer.blocks",
-    {kernel: equals("kernel", kernel) for kernel in ("block_scores_kernel", "candidate_entries_kernel")},
-    [Row(ANY, "block_scores_kernel", LaunchBlock(256)), Row(ANY, "candidate_entries_kernel", up_to_512)],
-)
-plan_blocks = kernel_planner(BLOCKS)
+BLOCKS = one_kernel("indexer.blocks", "block_scores_kernel", (ANY, LaunchBlock(256)))
+ENTRIES = one_kernel("indexer.candidate_entries", "candidate_entries_kernel", (ANY, up_to_512))
+plan_blocks, plan_entries = kernel_planner(BLOCKS), kernel_planner(ENTRIES)
 
 
 # --- queries ---

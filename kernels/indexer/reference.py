@@ -52,16 +52,20 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
 def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.queries` in plain torch, op by op."""
     out, index_queries = query_norm_rope(raw_q), index_query(index)
-    if len(out) != len(index.q):
-        raise ValueError(f"queries of {len(out)} tokens, and of {len(index.q)} for the indexer: must be the same")
+    check_tokens(len(out), index)
     return out, index_queries
+
+
+def check_tokens(tokens: int, index: IndexQueryRows) -> None:
+    """Raises ValueError unless the indexer has queries of as many tokens."""
+    if len(index.q) != tokens:
+        raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
 
 
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.latent_queries` in plain torch, op by op."""
     out, index_queries = absorb_queries(queries), index_query(index)
-    if len(out) != len(index.q):
-        raise ValueError(f"queries of {len(out)} tokens, and of {len(index.q)} for the indexer: must be the same")
+    check_tokens(len(out), index)
     return out, index_queries
 
 

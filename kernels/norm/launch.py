@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import RowsProblem
-from deepseek_attn.kernels.norm.plan import plan
+from deepseek_attn.kernels.norm.plan import plan_norm
 from deepseek_attn.kernels.norm.reference import check_norm
 from deepseek_attn.kernels.norm.row_norm_triton import NormRows, rms_norm_kernel
 from deepseek_attn.kernels.norm.types import NormedSum
@@ -16,34 +16,31 @@ from deepseek_attn.kernels.norm.types import NormedSum
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     """See `kernels.norm.rms_norm`."""
     check_norm(x, weight)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(_rows(x), None, eps, weight, out, None)
-    return out
+    return launch(x, None, eps, weight).normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, eps: float, weight: Tensor) -> NormedSum:
     """See `kernels.norm.add_rms_norm`."""
     check_norm(x, weight, residual)
-    out = NormedSum(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2)))
-    launch(_rows(x), _rows(residual), eps, weight, out.normed, out.total)
-    return out
+    return launch(x, residual, eps, weight)
+
+
+def launch(x: Tensor, residual: Tensor | None, eps: float, weight: Tensor) -> NormedSum:
+    """Norms of ``x``, or of its sum with ``residual`` and the sum; without one, ``x`` itself is the sum."""
+    channels = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = None if residual is None else torch.empty_like(out)
+    if count := x.numel() // max(channels, 1):
+        rows, added = _rows(x), None if residual is None else _rows(residual)
+        plan = plan_norm(RowsProblem(count, channels), gpu(x.device))
+        stride = 0 if added is None else added.stride(0)
+        arguments = NormRows(rows, added, weight, out, total, rows.stride(0), stride, eps)
+        block, options = plan.config.size, plan.options
+        rms_norm_kernel[(count,)](arguments, CHANNELS=channels, BLOCK=block, enable_fp_fusion=True, **options)
+    return NormedSum(out, x if total is None else total)
 
 
 def _rows(x: Tensor) -> Tensor:
     """``[rows, dim]`` with contiguous channels."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def launch(x: Tensor, residual: Tensor | None, eps: float, weight: Tensor, out: Tensor, total: Tensor | None) -> None:
-    """Writes the norms of ``x``, or of ``x + residual`` to ``out`` and the sum to ``total``; all ``[rows, dim]``."""
-    count, channels = x.shape
-    if not count:
-        return
-    made, residual_stride = (
-        plan(RowsProblem(count, channels), gpu(x.device)),
-        0 if residual is None else residual.stride(0),
-    )
-    arguments = NormRows(x, residual, weight, out, total, x.stride(0), residual_stride, eps)
-    block, options = made.config.size, made.options
-    rms_norm_kernel[(count,)](arguments, CHANNELS=channels, BLOCK=block, enable_fp_fusion=True, **options)

@@ -20,4 +20,4 @@ def whole_rows(problem: RowsProblem, gpu: GPU) -> LaunchBlock:
 
 
 NORMS = one_kernel("norm.rms_norm", "rms_norm_kernel", (ANY, whole_rows))
-plan = kernel_planner(NORMS)
+plan_norm = kernel_planner(NORMS)

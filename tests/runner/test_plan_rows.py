@@ -25,7 +25,7 @@ from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.attention.plan import LayerCall
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import RowsProblem, recorded_choices
-from deepseek_attn.kernels.indexer.plan import BlocksProblem, IndexQueryProblem, ScoresProblem
+from deepseek_attn.kernels.indexer.plan import IndexQueryProblem, ScoresProblem
 from deepseek_attn.kernels.indices.plan import IndexProblem
 from deepseek_attn.kernels.moe.problem import FetchProblem
 from deepseek_attn.runner.step_plans import step_plans
@@ -63,7 +63,8 @@ STATED = {
     "moe.copies": [FetchProblem(256, True)],
     # V4.1 at lengths from which candidate blocks limit the selection
     "indexer.candidate_scores": [ScoresProblem(4, 1, 16384, 64, 128, "fp8", exact) for exact in (False, True)],
-    "indexer.blocks": [BlocksProblem(kernel, 4, 512) for kernel in ("block_scores_kernel", "candidate_entries_kernel")],
+    "indexer.blocks": [RowsProblem(4, 512)],
+    "indexer.candidate_entries": [RowsProblem(4, 512)],
     "indexer.queries": [IndexQueryProblem(tokens) for tokens in (1, 64)],  # training, impls
     "indices.index": [IndexProblem("compute_global_topk_indices_and_lens", 4, 512)],  # impls on FlashMLA
 }
