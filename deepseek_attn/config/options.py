@@ -128,5 +128,11 @@ def explain_out_of_memory(what: str, remedy: str) -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, or the requested size exceeds any address space."""
-    signs = ("can't allocate memory", "Storage size calculation overflowed", "Overflow when unpacking long")
+    # of torch's allocator, of the system where a file is mapped, and of impossible sizes
+    signs = (
+        "can't allocate memory",
+        "Cannot allocate memory",
+        "Storage size calculation overflowed",
+        "Overflow when unpacking long",
+    )
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(sign in str(error) for sign in signs)
