@@ -82,8 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    given = [name for name, default in RANK_FLAGS.items() if getattr(args, name) != default]
-    if given and args.gpu is None and (args.device is None or given != ["batch"]):
+    known = () if args.device is None else ("batch", "prefill")
+    given = [name for name, default in RANK_FLAGS.items() if getattr(args, name) != default and name not in known]
+    if given and args.gpu is None:
         raise ValueError(f"--{given[0].replace('_', '-')}: say of which GPUs, --gpu h100 or h200")
     if args.gpu is not None and args.device is not None:
         raise ValueError("--gpu and --device cpu: choose one")

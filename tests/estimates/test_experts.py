@@ -142,7 +142,7 @@ def plan(capsys, *flags) -> dict:
 def test_plan_of_a_cpu(capsys):
     """V4-Flash on a machine of 24 GB: only from disk, with a cache in half of what is free."""
     flags = ["--model", "v4_flash", "--device", "cpu", "--numerics", "official", "--max-num-seqs", "1", "--batch", "1"]
-    limits = ["--max-model-len", "4096", "--host-memory", "24GB"]
+    limits = ["--max-model-len", "4096", "--host-memory", "24GB", "--prefill", "1000"]
     facts = plan(capsys, *flags, *limits)
     resident, disk = facts["settings"]
     assert (resident["memory"], resident["fits"], disk["memory"], disk["fits"]) == ("gpu", False, "disk", True)
@@ -158,7 +158,7 @@ def test_plan_of_a_cpu(capsys):
     assert main(["plan", *flags, *limits]) == 0
     text = capsys.readouterr().out
     assert "decode with --expert-memory disk at 3 GB/s read from disk:" in text
-    assert "a prompt of 4,096 tokens with --expert-memory disk: " in text
+    assert "a prompt of 1,000 tokens with --expert-memory disk: " in text
     assert "--expert-memory host" not in text
 
 
