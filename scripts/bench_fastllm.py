@@ -4,14 +4,17 @@
 
 PYTHON is an interpreter with the packages ftllm, pillow and transformers. Each program runs in a process of its own
 and waits while the other computes; both continue the same random tokens greedily, after a round that is not timed.
-fastllm loads the weights as float16, deepseek-attn computes in float32. How many greedy tokens agree before the first
-difference is printed: few show that results differ, though not which is right. The last line is one JSON document.
+fastllm loads the weights as float16, deepseek-attn computes in float32. Before the timing, the logits after prompts of
+several lengths are compared: ours in float32, ours with the FP8 inputs of the published implementation (`official`
+numerics), and fastllm's. Greedy texts part where two tokens are nearly as likely, so the number of tokens before the
+first difference, printed after the timing, says less. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -25,11 +28,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
+LENGTHS = (1, 2, 8, 64, 200, 400, 700, 1000)  # of prompts after which logits are compared
 Serve = Callable[[list[int], int], tuple[float, float, list[int]]]
 """Of a prompt and a number of new tokens: seconds to the first one, seconds per token after it, the tokens."""
+Logits = Callable[[list[int]], list[list[float]]]
+"""Of a prompt: the logits after it, once per way of computing them."""
 
 
-def load_fastllm(args: argparse.Namespace) -> Serve:
+def load_fastllm(args: argparse.Namespace) -> tuple[Serve, Logits]:
     import ctypes
 
     from ftllm import llm  # pyright: ignore[reportMissingImports]  # pip install ftllm
@@ -37,35 +43,48 @@ def load_fastllm(args: argparse.Namespace) -> Serve:
     llm.set_cpu_threads(args.threads)
     model, lib = llm.model(args.model, dtype="float16"), llm.fastllm_lib
     model.set_save_history(False)  # else a prompt's prefix is not computed again
-    false, one, first_one = ctypes.c_bool(False), ctypes.c_float(1), ctypes.c_int(1)
-    sampling = false, one, first_one, one, one, false  # of the likeliest token alone: greedy
+    vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+    false, true, one, first_one = ctypes.c_bool(False), ctypes.c_bool(True), ctypes.c_float(1), ctypes.c_int(1)
+    greedy = false, one, first_one, one, one  # of the likeliest token alone
+
+    def launch(prompt: list[int], count: int, logits: ctypes.c_bool) -> int:
+        ids, sizes = (ctypes.c_int * len(prompt))(*prompt), (ctypes.c_int(count), ctypes.c_int(0))
+        stops = model.stop_token_ctypes(None)
+        return lib.launch_response_llm_model(model.model, len(prompt), ids, *sizes, *greedy, logits, *stops)
+
+    def logits(prompt: list[int]) -> list[list[float]]:
+        found, rest = ((ctypes.c_float * (4 * vocab))() for _ in range(2))
+        request = launch(prompt, 1, true)
+        ended = lib.fetch_response_logits_llm_model(model.model, request, found)
+        while ended != -1:
+            ended = lib.fetch_response_logits_llm_model(model.model, request, rest)
+        return [list(found[:vocab])]
 
     def serve(prompt: list[int], count: int) -> tuple[float, float, list[int]]:
         start, first, tokens = time.perf_counter(), 0.0, []
-        ids = (ctypes.c_int * len(prompt))(*prompt)
-        sizes = ctypes.c_int(count), ctypes.c_int(0)
-        request = lib.launch_response_llm_model(
-            model.model, len(prompt), ids, *sizes, *sampling, *model.stop_token_ctypes(None)
-        )
+        request = launch(prompt, count, false)
         while (token := lib.fetch_response_llm_model(model.model, request)) > -1:
             first = first or time.perf_counter()
             tokens.append(token)
         return first - start, (time.perf_counter() - first) / max(1, len(tokens) - 1), tokens
 
-    return serve
+    return serve, logits
 
 
-def load_ours(args: argparse.Namespace) -> Serve:
+def load_ours(args: argparse.Namespace) -> tuple[Serve, Logits]:
     import torch
 
     from deepseek_attn import ModelRunner
     from deepseek_attn.runner.step import StepOptions
 
     torch.set_num_threads(args.threads)
-    runner = ModelRunner.from_pretrained(
-        args.model, device="cpu", max_model_len=args.prompt + args.decode, max_num_batched_tokens=args.prompt,
-        progress=False,
-    )  # fmt: skip
+    longest = max(args.prompt + args.decode, *LENGTHS)
+    options = {"device": "cpu", "max_model_len": longest, "max_num_batched_tokens": args.prompt, "progress": False}
+    runner = ModelRunner.from_pretrained(args.model, **options)
+
+    def logits(prompt: list[int]) -> list[list[float]]:
+        ways = runner, ModelRunner.from_pretrained(args.model, numerics="official", **options)
+        return [way.score([prompt])[0][-1].tolist() for way in ways]
 
     def serve(prompt: list[int], count: int) -> tuple[float, float, list[int]]:
         sequence, first, tokens = runner.sequence(prompt), 0.0, []
@@ -80,7 +99,7 @@ def load_ours(args: argparse.Namespace) -> Serve:
         sequence.free()
         return first - start, (end - first) / max(1, count - 1), tokens
 
-    return serve
+    return serve, logits
 
 
 PROGRAMS = {"fastllm": (load_fastllm, "ftllm"), "deepseek-attn": (load_ours, "deepseek-attn")}
@@ -91,14 +110,15 @@ def work(args: argparse.Namespace) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     load, package = PROGRAMS[args.work]
-    serve = load(args)
+    serve, logits = load(args)
     try:
         installed = version(package)
     except PackageNotFoundError:  # unpacked, not installed
         installed = "unknown"
     print(json.dumps(installed), file=replies, flush=True)
     for line in sys.stdin:
-        print(json.dumps(serve(*json.loads(line))), file=replies, flush=True)
+        prompt, count = json.loads(line)
+        print(json.dumps(serve(prompt, count) if count else logits(prompt)), file=replies, flush=True)
 
 
 class Worker:
@@ -124,7 +144,8 @@ class Worker:
             raise SystemExit(f"{self.name} ended:\n{self.log.read()[-2000:]}")
         return json.loads(line)
 
-    def serve(self, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
+    def serve(self, prompt: list[int], count: int):
+        """The reply of `Serve`, or of `Logits` for no new tokens."""
         stdin = self.pipe(self.process.stdin)
         stdin.write(json.dumps([prompt, count]) + "\n")
         stdin.flush()
@@ -133,6 +154,17 @@ class Worker:
     def close(self) -> None:
         self.pipe(self.process.stdin).close()
         self.process.wait()
+
+
+def distances(workers: list[Worker], prompt: list[int]) -> dict[str, tuple[float, bool]]:
+    """How far logits after a prompt are from ours in float32, as a share of the norm, and whether the argmax agrees."""
+    (theirs,), (exact, official) = (worker.serve(prompt, 0) for worker in workers)
+
+    def far(other: list[float]) -> tuple[float, bool]:
+        norm = math.dist(exact, [0.0] * len(exact))
+        return round(math.dist(exact, other) / norm, 4), exact.index(max(exact)) == other.index(max(other))
+
+    return {"fastllm": far(theirs), "official": far(official)}
 
 
 def main() -> None:
@@ -154,6 +186,10 @@ def main() -> None:
 
     vocab, draw = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"], random.Random(0)
     workers = [Worker(name, args.python if name == "fastllm" else sys.executable, args) for name in PROGRAMS]
+    compared = [distances(workers, [draw.randrange(3, vocab) for _ in range(length)]) for length in LENGTHS]
+    print("logits after a prompt, distance to ours in float32 (share of the norm) and the same first choice:")
+    for length, row in zip(LENGTHS, compared, strict=True):
+        print(f"{length:>6} tokens" + "".join(f"{n:>16} {far:.4f} {same!s:>5}" for n, (far, same) in row.items()))
     times: dict[str, list[tuple[float, float]]] = {worker.name: [] for worker in workers}
     agreed = []
     for number in range(args.repeats + 1):
@@ -182,6 +218,7 @@ def main() -> None:
     sizes = {name: getattr(args, name) for name in ("prompt", "decode", "threads", "repeats")}
     print(json.dumps({
         "benchmark": "fastllm-cpu", "seconds": seconds, "ratio": ratio, **sizes, "agreed": agreed,
+        "logits": [{"tokens": length} | row for length, row in zip(LENGTHS, compared, strict=True)],
         "versions": {worker.name: worker.version for worker in workers}, "machine": platform.platform(),
     }))  # fmt: skip
 
