@@ -27,12 +27,12 @@ from deepseek_attn.kernels.attention.attend_triton import (
 )
 from deepseek_attn.kernels.attention.attend_v32_hopper import attend_v32_hopper_kernel
 from deepseek_attn.kernels.attention.gather_triton import EntryShape, GatherPool, GatherRows, gather_kernel
-from deepseek_attn.kernels.attention.plan import AttendPlan, AttendProblem, GatherProblem, plan_attend, plan_gather
+from deepseek_attn.kernels.attention.plan import AttendPlan, AttendProblem, plan_attend, plan_gather
 from deepseek_attn.kernels.attention.reference import value_dim
 from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys
-from deepseek_attn.kernels.common.checks import INTS, check
+from deepseek_attn.kernels.common.checks import INTS, check, contiguous_rows
 from deepseek_attn.kernels.common.device import FLOATS, LOG2E, fp8_view, gpu
-from deepseek_attn.kernels.common.plans import cdiv
+from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, next_power_of_2
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
@@ -51,7 +51,7 @@ def sparse_attention(
     check("kv", kv, ("N", q.shape[2]), FLOATS, rows=True)
     check("max_logits", max_logits, q.shape[:2], torch.float32, contiguous=True)
     layout = EntryLayout(1, q.shape[2], q.shape[2])
-    keys = AttendedKeys(layout, kv, kv.stride(0), kv.shape[0], _rows_contiguous(indices), _contiguous(lens))
+    keys = AttendedKeys(layout, kv, kv.stride(0), kv.shape[0], contiguous_rows(indices), _contiguous(lens))
     return _attend(q, [keys], scale, sink, d_v, out, max_logits, rows=True)
 
 
@@ -77,9 +77,8 @@ def _attend(
             max_logits.fill_(float("-inf"))
         return out.zero_(), lse.fill_(float("inf"))
     plan = plan_attend(AttendProblem.of(q, keys, d_v, rows, sink), gpu(q.device))
-    q = q if q.stride(2) == 1 else q.contiguous()
     outputs = AttendOutputs(out, out.stride(0), out.stride(1), lse, max_logits, _contiguous(sink))
-    launch(plan, q, keys, scale, outputs, d_v)
+    launch(plan, contiguous_rows(q), keys, scale, outputs, d_v)
     return out, lse
 
 
@@ -243,22 +242,24 @@ def dequantize_and_gather_k_cache(
     layout, plain, max_rows = _entry_layout(record, block_size), record.name == "plain", M - offset
     coded, raw = 0 if plain else layout.nope, record.dtype if plain else torch.bfloat16
     check_pool(record, pool, block_size, {"plain": raw.itemsize, "fp8_v4": 2, "fp8_v32": 4}.get(record.name, 1))
-    plan = plan_gather(GatherProblem(record.dim, coded, layout.group or 64), gpu(out.device))
     if b == 0 or max_rows <= 0:
         return
+    plan, group = plan_gather(RowsProblem(b * max_rows, record.dim), gpu(out.device)), layout.group or 64
+    coded_block = max(group, next_power_of_2(coded))
+    whole = coded and record.dim <= coded_block  # one tile holds the other channels too
     shape = EntryShape(
         N=block_size,
         ENTRY=record.entry_bytes if plain else layout.row,
         CODED=coded,
-        GROUP=layout.group or 64,
+        GROUP=group,
         RAW_AT=layout.rope,
         RAW=record.dim - coded,
         RAW_DTYPE=TRITON_DTYPES[raw],
         DTYPE=TRITON_DTYPES[out.dtype],
-        CODED_BLOCK=plan.config.coded_block,
-        RAW_BLOCK=plan.config.raw_block,
+        CODED_BLOCK=coded_block,
+        RAW_BLOCK=0 if whole else next_power_of_2(record.dim - coded),
         NATIVE_FP8=plan.native_fp8,
-        ROWS=plan.config.rows,
+        ROWS=plan.config.size,
     )
     gather_kernel[(cdiv(max_rows, shape.ROWS), b)](
         GatherRows(out[:, offset:], out.stride(0), out.stride(1)), GatherPool(pool, pool.stride(0)),
@@ -293,7 +294,7 @@ def _checked_keys(keys: PagedKeys) -> AttendedKeys:
     check_pool(record, pool, n, unit)
     if record.name == "plain":
         pool = pool[:, : pool.shape[1] // unit * unit].view(record.dtype)
-    indices, lens = _rows_contiguous(keys.indices), _contiguous(keys.lens)
+    indices, lens = contiguous_rows(keys.indices), _contiguous(keys.lens)
     return AttendedKeys(layout, pool, pool.stride(0), pool.shape[0] * n, indices, lens)
 
 
@@ -314,10 +315,6 @@ def _entry_layout(record: CacheRecord, n: int) -> EntryLayout:
 def _with_entries(keys: list[AttendedKeys]) -> list[AttendedKeys]:
     """The sources that have columns of indices and entries to read."""
     return [pool_keys for pool_keys in keys if pool_keys.indices.shape[1] and pool_keys.limit]
-
-
-def _rows_contiguous(indices: Tensor) -> Tensor:
-    return indices if indices.stride(1) == 1 else indices.contiguous()
 
 
 def _contiguous(values: Tensor | None) -> Tensor | None:

@@ -15,7 +15,6 @@ from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 def all_reduce(x: Tensor, peers: PeerBuffers) -> Tensor:
     """See `deepseek_attn.kernels.collectives.all_reduce`."""
-    _check_floats(x)
     out = torch.empty_like(x)
     _exchange(x, out, peers, x.nbytes)
     return out
@@ -23,7 +22,6 @@ def all_reduce(x: Tensor, peers: PeerBuffers) -> Tensor:
 
 def reduce_scatter(x: Tensor, peers: PeerBuffers) -> Tensor:
     """See `deepseek_attn.kernels.collectives.reduce_scatter`."""
-    _check_floats(x)
     if len(x) % peers.world:
         raise ValueError(f"{len(x)} rows cannot be shared out among {peers.world} ranks")
     out = x.new_empty(len(x) // peers.world, *x.shape[1:])
@@ -38,11 +36,6 @@ def all_gather(x: Tensor, peers: PeerBuffers) -> Tensor:
     return out
 
 
-def _check_floats(x: Tensor) -> None:
-    if x.dtype not in FLOATS:
-        raise ValueError(f"sums are of float32, bfloat16 or float16, got {x.dtype}")
-
-
 def _exchange(
     x: Tensor, out: Tensor, peers: PeerBuffers, size: int, scatter: bool = False, gather: bool = False
 ) -> None:
@@ -50,6 +43,8 @@ def _exchange(
 
     With ``gather`` the bytes of all ranks are stored, concatenated by rank.
     """
+    if not gather and x.dtype not in FLOATS:
+        raise ValueError(f"sums are of float32, bfloat16 or float16, got {x.dtype}")
     if not x.is_contiguous() or not peers.holds(size):
         raise ValueError(
             f"a message must be contiguous and up to {peers.capacity} whole words of 32 bits, got {x.dtype} "

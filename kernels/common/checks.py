@@ -56,6 +56,11 @@ def check_quantized(name: str, rows: QuantizedRows, shape: Sequence[int]) -> Non
     check(f"transposed scales of {name}", rows.scale.t(), (K // 128, M), torch.float32, rows=True)
 
 
+def contiguous_rows(x: Tensor) -> Tensor:
+    """``x``, or a copy if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def given(tensor: Tensor) -> str:
     """Dtype, shape and strides of a tensor, for messages."""
     strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"

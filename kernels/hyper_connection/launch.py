@@ -161,7 +161,7 @@ def _launch_mix(tiles: MixTiles, pdl: bool, update: StreamUpdate, fn: Tensor) ->
 
 
 def _launch_collapse(plan: StreamsPlan, args: CollapseArguments, iterations: int) -> None:
-    (T, m, D), tokens = args.streams.shape, plan.collapse.config.tokens
+    (T, m, D), (tokens, warps) = args.streams.shape, plan.collapse.config
     if T == 0:
         return
     splits, rows = (0, 0) if args.sums is None else (len(args.sums), len(args.base))
@@ -181,7 +181,7 @@ def _launch_collapse(plan: StreamsPlan, args: CollapseArguments, iterations: int
             TOKENS=tokens,
         ),
         enable_fp_fusion=True,
-        **launch_options(4, plan.pdl),
+        **launch_options(warps, plan.pdl),
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
@@ -47,12 +46,6 @@ class MixTiles:
 
     tokens: int
     channels: int
-
-
-class CollapseTiles(NamedTuple):
-    """Launch configuration of `hc_collapse_kernel`: tokens of a program that computes post and comb."""
-
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -108,11 +101,11 @@ PRODUCTS = Table(
         Row(ANY, "float32_product_kernel", None, _GROUPS),
     ],
 )
-COLLAPSES = one_kernel(
+COLLAPSES = one_kernel(  # tokens of a program that computes post and comb
     "hyper_connection.collapse",
     "hc_collapse_kernel",
-    (at_least("tokens", MANY_TOKENS) & ~has("batch_invariant"), CollapseTiles(128), _GROUPS),
-    (ANY, CollapseTiles(1), _GROUPS),
+    (at_least("tokens", MANY_TOKENS) & ~has("batch_invariant"), LaunchBlock(128), _GROUPS),
+    (ANY, LaunchBlock(1), _GROUPS),
 )
 plan_post = kernel_planner(POSTS)
 

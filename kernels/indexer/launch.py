@@ -155,7 +155,7 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> SharedLaunch:
         STAGES=dim.bit_length() - 1,
         KEY_FORMAT=fmt,
         NATIVE_FP8=plan.native_fp8,
-        BLOCK_H=plan.config.heads,
+        BLOCK_H=plan.config.size,
     )
     results = IndexQueries(out, out_weights, rows.score_dtype)
     return SharedLaunch(plan, args, shape, results, (T, cdiv(H, shape.BLOCK_H)))

@@ -275,13 +275,6 @@ class IndexQueryProblem(RowsProblem):
     kernel: str = "index_query_kernel"
 
 
-class IndexQueryConfig(NamedTuple):
-    """Heads of one program, and its warps: those of `absorb_launch` too, for the layer's heads are in the launch."""
-
-    heads: int
-    warps: int = 4
-
-
 QUERY_KERNELS = {
     "index_query_kernel": "h100_tune_v32.json: indexer.queries",
     "queries_kernel": "h100_tune_v4_flash.json: indexer.queries",
@@ -292,7 +285,8 @@ QUERIES: Table[IndexQueryProblem] = Table(
     "indexer.queries",
     {kernel: equals("kernel", kernel) for kernel in QUERY_KERNELS},
     [
-        Row(when, kernel, IndexQueryConfig(heads), source)
+        # heads of one program, and warps as in `absorb_launch`, since the layer's heads are in the launch
+        Row(when, kernel, LaunchBlock(heads, 4), source)
         for when, heads in ((up_to("planned_rows", 63), 16), (ANY, 32))
         for kernel, source in QUERY_KERNELS.items()
     ],

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.common.checks import contiguous_rows
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
 from deepseek_attn.kernels.indices.plan import IndexProblem, IndexTiles, plan
@@ -99,7 +100,7 @@ def compute_global_topk_indices_and_lens(
 ) -> IndexRows:
     """See `kernels.indices.compute_global_topk_indices_and_lens`."""
     check_rows(topk_indices, token_to_req, block_table, block_size)
-    topk_indices = _contiguous_rows(topk_indices)
+    topk_indices = contiguous_rows(topk_indices)
     T, K = topk_indices.shape
     out, lens = _rows(T, K, topk_indices.device)
     if T:
@@ -120,7 +121,7 @@ def combine_topk_swa_indices(
     """See `kernels.indices.combine_topk_swa_indices`."""
     (T, K), c = topk_indices.shape, seq_lens.shape[0]
     check_combine(T, K, c, query_start_loc, gather_lens, window, ratio, topk, M)
-    topk_indices = _contiguous_rows(topk_indices)
+    topk_indices = contiguous_rows(topk_indices)
     width = 128 * cdiv(topk + window, 128)
     out, lens = _rows(T, width, topk_indices.device)
     if T:
@@ -141,12 +142,8 @@ def _tiles(op: str, rows: Tensor, tokens: int, width: int = 1, requests: int = 1
 
 def _table(block_table: Tensor) -> BlockTable:
     """A block table as device code reads it: sizes as odd numbers, see `BlockTable`."""
-    table = _contiguous_rows(block_table)
+    table = contiguous_rows(block_table)
     return BlockTable(table, *(2 * size + 1 for size in (table.stride(0), *table.shape)))
-
-
-def _contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _long(T: int, device: torch.device) -> Tensor:

@@ -71,11 +71,11 @@ def absorb_launch(queries: LatentQueries) -> SharedLaunch:
         RANK=rank,
         WEIGHT=_strides(weight),
         BLOCK_RANK=tiles.rank,
-        BLOCK_T=tiles.tokens,
+        BLOCK_T=plan.tokens,
         BLOCK_H=tiles.heads,
         NATIVE_FP8=plan.native_fp8,
     )
-    grid = padded_heads * cdiv(rank, tiles.rank), cdiv(T, tiles.tokens)
+    grid = padded_heads * cdiv(rank, tiles.rank), cdiv(T, plan.tokens)
     return SharedLaunch(plan, rows, shape, out, grid)
 
 
@@ -111,13 +111,13 @@ def _project(latents: Tensor, weight: LatentWeight, quantize: bool, pow2_scales:
         RANK=rank,
         WEIGHT=_strides(weight),
         BLOCK_RANK=tiles.rank,
-        BLOCK_T=tiles.tokens,
+        BLOCK_T=plan.tokens,
         EARLY=min(tiles.early, cdiv(rank, tiles.rank)),
         STAGES=tiles.stages,
         POW2=pow2_scales,
         NATIVE_FP8=plan.native_fp8,
     )
-    project_values_kernel[(heads * cdiv(dim, tiles.values), cdiv(T, tiles.tokens))](
+    project_values_kernel[(heads * cdiv(dim, tiles.values), cdiv(T, plan.tokens))](
         rows,
         SHAPE=shape,
         enable_fp_fusion=True,

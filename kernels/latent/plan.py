@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,11 +58,10 @@ class AbsorbTiles(NamedTuple):
 
     Attributes:
         rank: latent channels that a program computes, or fills with zeros, at once.
-        tokens, heads: of a program; warps: of a program.
+        heads, warps: of a program.
     """
 
     rank: int
-    tokens: int
     heads: int
     warps: int
 
@@ -72,14 +70,13 @@ class ValueTiles(NamedTuple):
     """Launch configuration of `project_values_kernel`.
 
     Attributes:
-        values, rank, tokens: value channels, latent channels and tokens of a program's tiles.
+        values, rank: value channels and latent channels of a program's tiles.
         early: blocks of latent channels whose weights are loaded before the previous kernel has ended.
         warps, stages: of a program.
     """
 
     values: int
     rank: int
-    tokens: int
     early: int
     warps: int
     stages: int = 3
@@ -91,6 +88,7 @@ class LatentPlan:
 
     Attributes:
         product: a kernel that computes everything, or cuBLAS, which multiplies.
+        tokens: of a program, of ``rotation`` if that is there.
         dequantize: makes a plain weight for cuBLAS; None where the weight is read as it is.
         rotation: rotates queries and fills padding heads beside cuBLAS; None where the product's kernel does, or for
             values.
@@ -100,6 +98,7 @@ class LatentPlan:
     """
 
     product: Choice
+    tokens: int
     dequantize: Choice | None
     rotation: Choice | None
     quantized: bool
@@ -139,25 +138,15 @@ def registers_hold_weights(problem: LatentProblem, gpu: GPU) -> bool:
     return gpu.capability[0] in (9, 10)
 
 
-def absorb_tiles(problem: LatentProblem, gpu: GPU) -> AbsorbTiles:
-    """A tile of an FP8 weight has one scale. Four warps: the launch with the indexer's heads needs them."""
-    return AbsorbTiles(WEIGHT_BLOCK, problem.token_tile, 1, 4)
-
-
-def value_tiles(
-    values: int, rank: int, early: int, warps: int, stages: int = 3
-) -> Callable[[LatentProblem, GPU], ValueTiles]:
-    """Tiles of a row of `VALUES`, for as many tokens as the problem has."""
-    return lambda problem, gpu: ValueTiles(values, rank, problem.token_tile, early, warps, stages)
-
-
 one_launch = small_m | has("batch_invariant")
 fp8_weight, up_to_32 = has("fp8_weight"), up_to("token_tile", 32)
+# a tile of an FP8 weight has one scale; the launch with the indexer's heads needs four warps
+ABSORB_TILES = AbsorbTiles(WEIGHT_BLOCK, 1, 4)
 ABSORB = Table(
     "latent.absorb_queries",
     {"absorb_queries_kernel": half_precision & up_to("channels", MAX_NOPE), "cuBLAS": ANY},
     [
-        Row(one_launch, "absorb_queries_kernel", absorb_tiles, "h100_tune_v32.json: latent.absorb_queries"),
+        Row(one_launch, "absorb_queries_kernel", ABSORB_TILES, "h100_tune_v32.json: latent.absorb_queries"),
         Row(ANY, "cuBLAS", source="h100_tune_v32.json: latent.absorb_queries"),
     ],
 )
@@ -166,18 +155,18 @@ VALUES = Table(
     "latent.project_values",
     {"project_values_kernel": half_precision, "cuBLAS": ANY},
     [  # as many weights in flight as registers hold
-        Row(one_launch & quantize & ~registers_hold_weights, "project_values_kernel", value_tiles(128, 128, 0, 8, 2)),
-        Row(one_launch & quantize & fp8_weight, "project_values_kernel", value_tiles(128, 128, 4, 8), MEASURED_VALUES),
-        Row(one_launch & fp8_weight, "project_values_kernel", value_tiles(64, 128, 4, 4)),
-        Row(one_launch & quantize & up_to_32, "project_values_kernel", value_tiles(128, 512, 1, 8)),
-        Row(one_launch & quantize, "project_values_kernel", value_tiles(128, 128, 4, 8)),
-        Row(one_launch & up_to("token_tile", 16), "project_values_kernel", value_tiles(64, 512, 1, 4)),
-        Row(one_launch & up_to_32, "project_values_kernel", value_tiles(64, 128, 2, 4)),
-        Row(one_launch, "project_values_kernel", value_tiles(64, 128, 4, 4)),
+        Row(one_launch & quantize & ~registers_hold_weights, "project_values_kernel", ValueTiles(128, 128, 0, 8, 2)),
+        Row(one_launch & quantize & fp8_weight, "project_values_kernel", ValueTiles(128, 128, 4, 8), MEASURED_VALUES),
+        Row(one_launch & fp8_weight, "project_values_kernel", ValueTiles(64, 128, 4, 4)),
+        Row(one_launch & quantize & up_to_32, "project_values_kernel", ValueTiles(128, 512, 1, 8)),
+        Row(one_launch & quantize, "project_values_kernel", ValueTiles(128, 128, 4, 8)),
+        Row(one_launch & up_to("token_tile", 16), "project_values_kernel", ValueTiles(64, 512, 1, 4)),
+        Row(one_launch & up_to_32, "project_values_kernel", ValueTiles(64, 128, 2, 4)),
+        Row(one_launch, "project_values_kernel", ValueTiles(64, 128, 4, 4)),
         Row(ANY, "cuBLAS", source=MEASURED_VALUES),
     ],
 )
-ROTATION = Choice("rotate_queries_kernel", AbsorbTiles(WEIGHT_BLOCK, 1, 8, 4), "any", NOT_MEASURED)
+ROTATION = Choice("rotate_queries_kernel", AbsorbTiles(WEIGHT_BLOCK, 8, 4), "any", NOT_MEASURED)
 DEQUANTIZATION = Choice("latent_dequantize_kernel", LaunchBlock(WEIGHT_BLOCK, 8), "any", NOT_MEASURED)
 
 
@@ -195,6 +184,7 @@ def plan_values(problem: LatentProblem, gpu: GPU) -> LatentPlan:
 
 def _plan(product: Choice, rotation: Choice | None, problem: LatentProblem, gpu: GPU) -> LatentPlan:
     if product.kernel != "cuBLAS":
-        return LatentPlan(product, None, None, quantize(problem, gpu), False, gpu.pdl, gpu.native_fp8)
+        quantized = quantize(problem, gpu)
+        return LatentPlan(product, problem.token_tile, None, None, quantized, False, gpu.pdl, gpu.native_fp8)
     dequantize = DEQUANTIZATION if problem.fp8_weight else None
-    return LatentPlan(product, dequantize, rotation, False, problem.batch_invariant, gpu.pdl, gpu.native_fp8)
+    return LatentPlan(product, 1, dequantize, rotation, False, problem.batch_invariant, gpu.pdl, gpu.native_fp8)

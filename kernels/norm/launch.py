@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.common.checks import contiguous_rows
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import RowsProblem
 from deepseek_attn.kernels.norm.plan import plan_norm
@@ -31,16 +32,10 @@ def launch(x: Tensor, residual: Tensor | None, eps: float, weight: Tensor) -> No
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty_like(out)
     if count := x.numel() // max(channels, 1):
-        rows, added = _rows(x), None if residual is None else _rows(residual)
-        plan = plan_norm(RowsProblem(count, channels), gpu(x.device))
-        stride = 0 if added is None else added.stride(0)
+        rows = contiguous_rows(x.reshape(-1, channels))
+        added = None if residual is None else contiguous_rows(residual.reshape(-1, channels))
+        plan, stride = plan_norm(RowsProblem(count, channels), gpu(x.device)), 0 if added is None else added.stride(0)
         arguments = NormRows(rows, added, weight, out, total, rows.stride(0), stride, eps)
         block, options = plan.config.size, plan.options
         rms_norm_kernel[(count,)](arguments, CHANNELS=channels, BLOCK=block, enable_fp_fusion=True, **options)
     return NormedSum(out, x if total is None else total)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """``[rows, dim]`` with contiguous channels."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.checks import check
+from deepseek_attn.kernels.common.checks import check, contiguous_rows
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, next_power_of_2
 from deepseek_attn.kernels.sampling.plan import plan
@@ -23,9 +23,8 @@ def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     check("logits", logits, ("T", "vocab"), torch.float32)
     if not logits.shape[1]:
         raise ValueError(f"logits must have a vocabulary, got {list(logits.shape)}")
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    (rows, vocab), device = logits.shape, logits.device
+    (rows, vocab), device, logits = logits.shape, logits.device, contiguous_rows(logits)
     if not rows:
         return tokens
     block, warps = plan(RowsProblem(rows, vocab), gpu(device)).config
