@@ -42,6 +42,7 @@ import torch.distributed as dist
 from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.checkpoint.published import PublishedSource, StoredWeight
 from deepseek_attn.checkpoint.recipes import DRAW, Recipe
+from deepseek_attn.cli.options import fractions, numbers
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
@@ -345,7 +346,8 @@ class Bench:
             self.say(left_out=runner.graph_problem)
             return
         acceptance = SetAcceptance(runner, max(args.drafts))
-        variants = [DecodingVariant(), *(DecodingVariant(n, acceptance=args.acceptance) for n in args.drafts)]
+        ways = [(n, rate) for n in args.drafts for rate in args.acceptance]
+        variants = [DecodingVariant(), *(DecodingVariant(n, acceptance=rate) for n, rate in ways)]
         kept = ("drafts", "acceptance", "tokens_per_second", "speedup", "step_us", "tokens_per_step", "device_us")
         with acceptance.installed():
             for batch in args.batch:
@@ -381,10 +383,6 @@ def left_out(parallel: Parallel) -> Iterator[None]:
             delattr(parallel, name)
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="v4_flash", help="preset or config.json (default: v4_flash)")
@@ -402,8 +400,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="tokens to generate (default: 32)")
     parser.add_argument("--drafts", type=numbers, default=[1, 2, 3], help="per step and request (default: 1,2,3)")
     parser.add_argument(
-        "--acceptance", type=float, default=0.7, help="how often a draft is right if those before are (default: 0.7)"
-    )
+        "--acceptance", type=fractions, default=[0.7],
+        help="probabilities that a draft is right if those before are, each in turn (default: 0.7)",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=20, help="timed steps (default: 20)")
     parser.add_argument("--device", help="cpu or cuda (default: GPUs if there are any)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of all rows")
