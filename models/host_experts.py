@@ -2,6 +2,7 @@
 
 * Few tokens: `fetch_experts` copies the experts that the tokens chose and the GPU lacks. The device finds them, so that
   CUDA graphs hold all of it. The copies run on a stream of their own: the first product waits for w1 and w3 alone.
+  Layers with hash routing begin with the step.
 * Many tokens need nearly every expert: all experts that are not cached are copied ahead of the routing, while the
   layers before compute. The host reads once per step which experts are cached and lets the GPU's copy engine do it:
   copies by a kernel are slower (50.5 and 55.3 GB/s, H200), and products start late on multiprocessors that copy.
@@ -9,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,12 +37,15 @@ class LayerExperts:
         stream: where copies run; None but on a GPU.
         successor: the next layer that uses the same area.
         known: row of each expert, -1 for others, as the host read them for this step; None: not read.
+        lookup: experts ``[T, k]`` of token ids ``[T]``, of a layer with hash routing.
     """
 
     def __init__(self, state: HostExperts, area: int, stream: torch.cuda.Stream | None):
         self.state, self.area, self.stream = state, area, stream
         self.successor: LayerExperts | None = None
         self.known: list[int] | None = None
+        self.lookup: Callable[[Tensor], Tensor] | None = None
+        self._fetched: ExpertSlots | None = None
         self._arrived: torch.cuda.Event | None = None
         self._is_ahead = self._hands_over = False
 
@@ -67,6 +71,9 @@ class LayerExperts:
         """The row of each expert of a routing ``[T, k]``, for the next `moe_experts`; `release` follows it."""
         if self.has_all:
             return ExpertSlots(self.state.row)
+        fetched, self._fetched = self._fetched, None
+        if fetched is not None:
+            return fetched
         experts, wants_all = experts.contiguous(), self.wants_all(experts.numel())
         if not self._is_ahead and not wants_all:
             return fetch_experts(self.state, experts, self.stream)
@@ -81,6 +88,14 @@ class LayerExperts:
         if self._hands_over and self.successor is not None:
             self.successor.copy_ahead()
         self._hands_over = False
+
+    def fetch_ahead(self, token_ids: Tensor, topk: int) -> None:
+        """Fetches the experts of few tokens before their layer's turn, if token ids say which.
+
+        Not if they might need rows behind the layer's own, which other layers use before.
+        """
+        if self.lookup is not None and not self.has_all and len(token_ids) * topk <= len(self.state.owner):
+            self._fetched = fetch_experts(self.state, self.lookup(token_ids).contiguous(), self.stream)
 
     def copy_ahead(self) -> None:
         """Starts to copy all experts that are not cached, unless that has been done for the coming call.
@@ -105,7 +120,7 @@ class LayerExperts:
         """Lets the next launches wait for copies ahead, used or not."""
         if self._arrived is not None:
             self._arrived.wait()
-        self._is_ahead, self._hands_over, self._arrived, self.known = False, False, None, None
+        self._is_ahead, self._hands_over, self._arrived, self.known, self._fetched = False, False, None, None, None
 
     def _copy_missing(self) -> None:
         """Launches copies of the experts that are not cached, to the area in order of their ids."""
@@ -202,13 +217,15 @@ class ExpertRows:
             f"{show_bytes(stats.bytes_read)} fetched"
         )
 
-    def begin(self, pairs: int) -> None:
-        """Starts the first copies for a step with this number of pairs, before its embedding is computed.
+    def begin(self, token_ids: Tensor, topk: int) -> None:
+        """Starts the first copies for a step with these tokens ``[T]``, before their embedding is computed.
 
         If the step copies all experts, the host waits for the device once, to read which of them are cached.
         """
-        leaders = [layer for layer in self.leaders if layer.wants_all(pairs)]
+        leaders = [layer for layer in self.leaders if layer.wants_all(len(token_ids) * topk)]
         if not leaders:
+            for layer in self.layers:
+                layer.fetch_ahead(token_ids, topk)
             return
         if not self.table.is_meta:
             for layer, rows in zip(self.layers, self.table.tolist(), strict=True):
@@ -223,7 +240,7 @@ class ExpertRows:
 
     def watch(self, model: nn.Module, topk: int) -> list[RemovableHandle]:
         """Calls `begin` and `end` around each call of ``model(token_ids, ...)``; topk: experts of a token."""
-        before = model.register_forward_pre_hook(lambda module, args: self.begin(args[0].numel() * topk))
+        before = model.register_forward_pre_hook(lambda module, args: self.begin(args[0], topk))
         return [before, model.register_forward_hook(lambda *args: self.end(), always_call=True)]
 
 

@@ -91,6 +91,15 @@ class Gate(CheckpointModule):
         options = self.topk, self.score, self.factor, self.normalize, bias, self.groups, hashed
         return moe_route(x, self.weight, *options)[0]
 
+    def lookup(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The expert ids of `forward` of a layer with hash routing, which follow from the token ids alone."""
+        experts = self.tid2eid[token_ids]
+        if self.local_experts is None:
+            return experts
+        first, count = self.local_experts
+        experts = experts - first
+        return torch.where((experts >= 0) & (experts < count), experts, -1)
+
     def weigh(self, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The result of `forward` for given experts: int64 ``[T, k]``, counted over the experts of all ranks."""
         given = HashRouting(experts.contiguous(), torch.arange(len(x), dtype=torch.int64, device=x.device))

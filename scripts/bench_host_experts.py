@@ -50,9 +50,10 @@ from deepseek_attn.lab.bench.layer import reserved_sequences
 from deepseek_attn.layers.weights import parameter
 from deepseek_attn.models.expert_rows import Stacks
 from deepseek_attn.models.host_experts import ExpertRows, LayerExperts
-from deepseek_attn.models.moe import Experts, Gate
+from deepseek_attn.models.moe import Experts, Gate, MoE
 from deepseek_attn.runner import ModelRunner, build
 from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.host_experts import give_rows
 from deepseek_attn.utils.device import peak_memory, pinned_empty
 from deepseek_attn.utils.files import write_text
 
@@ -338,7 +339,7 @@ class Bench:
         results: dict[str, Any] = {"cached": rows.cached, "expert_bytes": nbytes, "row_bytes": rows.nbytes}
 
         def compute(x: Tensor, ids: Tensor, weights: Tensor) -> None:
-            rows.begin(ids[0].numel())
+            rows.begin(ids[0, :, 0], ids.shape[2])
             for number, layer in enumerate(rows.layers):
                 found = layer.find(ids[number])
                 moe_experts(x, ids[number], weights, *layer.stacks, limit, False, InputFormat(True), slots=found)
@@ -611,28 +612,30 @@ def shared_experts(hosts: Sequence[Stacks]) -> Iterator[None]:
 def given_routings() -> Iterator[dict[int, list[Tensor]]]:
     """Routers return given experts in this context: by the number of tokens, int64 ``[T, k]`` of each layer."""
     given: dict[int, list[Tensor]] = {}
-    forward = Gate.forward
+    forward, lookup = Gate.forward, Gate.lookup
     numbers_of: dict[int, int] = {}
+
+    def chosen(gate: Gate, experts: Tensor) -> Tensor:
+        number = numbers_of.setdefault(id(gate), len(numbers_of))
+        layers = given.get(len(experts))
+        return experts if layers is None or number >= len(layers) else layers[number]
 
     def replaced(self: Gate, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         experts, weights = forward(self, x, token_ids)
-        number = numbers_of.setdefault(id(self), len(numbers_of))
-        layers = given.get(len(x))
-        return (experts if layers is None or number >= len(layers) else layers[number]), weights
+        return chosen(self, experts), weights
 
-    Gate.forward = replaced
+    Gate.forward, Gate.lookup = replaced, lambda self, token_ids: chosen(self, lookup(self, token_ids))
     try:
         yield given
     finally:
-        Gate.forward = forward
+        Gate.forward, Gate.lookup = forward, lookup
 
 
 def rows_on_cpu(runner: ModelRunner) -> ExpertRows:
     """Rows for a dry run without a GPU."""
-    layers = [module for module in runner.model.layers.modules() if isinstance(module, Experts)]
-    rows = ExpertRows.of([layer.stacks() for layer in layers], runner.device, None)
-    for layer, of_layer in zip(layers, rows.layers, strict=True):
-        layer.rows = of_layer
+    layers = [module for module in runner.model.layers.modules() if isinstance(module, MoE)]
+    rows = ExpertRows.of([layer.experts.stacks() for layer in layers], runner.device, None)
+    give_rows(layers, (), rows)
     rows.watch(runner.model, runner.config.num_experts_per_tok)
     return rows
 

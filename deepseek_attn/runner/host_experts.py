@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -9,7 +11,7 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.layers.expert_memory import HOST, ExpertMemory
 from deepseek_attn.models.block import Backbone
 from deepseek_attn.models.host_experts import ExpertRows
-from deepseek_attn.models.moe import Experts
+from deepseek_attn.models.moe import MoE
 
 STEP_BYTES, STEP_BYTES_PER_TOKEN = 2 << 30, 384 << 10
 """GPU memory that is left to steps and their graphs, and more of it for each token of ``max_num_batched_tokens``."""
@@ -28,8 +30,8 @@ def hold_experts(
     """
     if memory.kind != HOST or device.type == "cpu" or not isinstance(model, Backbone):
         return None
-    in_turn = [module for module in model.layers.modules() if isinstance(module, Experts)]
-    drafting = [module for module in model.mtp.modules() if isinstance(module, Experts)]
+    in_turn = [module for module in model.layers.modules() if isinstance(module, MoE)]
+    drafting = [module for module in model.mtp.modules() if isinstance(module, MoE)]
     layers = in_turn + drafting
     if not layers:
         return None
@@ -40,8 +42,17 @@ def hold_experts(
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         budget = free - STEP_BYTES - STEP_BYTES_PER_TOKEN * tokens
-    rows = ExpertRows.of([layer.stacks() for layer in layers], device, budget, len(in_turn))
-    for layer, held in zip(layers, rows.layers, strict=True):
-        layer.rows = held
+    rows = ExpertRows.of([layer.experts.stacks() for layer in layers], device, budget, len(in_turn))
+    give_rows(in_turn, drafting, rows)
     rows.watch(model, config.num_experts_per_tok)
     return rows
+
+
+def give_rows(in_turn: Sequence[MoE], drafting: Sequence[MoE], rows: ExpertRows) -> None:
+    """Lets layers read experts by rows, those that a step calls ``in_turn`` first."""
+    for layer, held in zip([*in_turn, *drafting], rows.layers, strict=True):
+        layer.experts.rows = held
+    for layer, held in zip(in_turn, rows.layers, strict=False):
+        # with data-parallel attention, experts see the tokens of all ranks
+        if layer.gate.hash and not layer.parallel.dp_attention:
+            held.lookup = layer.gate.lookup

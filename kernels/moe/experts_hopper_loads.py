@@ -68,8 +68,7 @@ def tile_of(tiles, job, TILING: gl.constexpr):
 def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING: gl.constexpr):
     """Loads the weight blocks of all jobs of this program in order. The launch before need not be done.
 
-    Weights are complete by then, those that `copy_experts_kernel` wrote too: the launch that grouped the pairs waited
-    for them, and has ended or is waited for here.
+    Weights are complete by then, but those that `copy_experts_kernel` writes: they are waited for here.
     """
     STAGES: gl.constexpr = TILING.STAGES
     BLOCKS: gl.constexpr = TILING.CHANNELS // 128
@@ -78,7 +77,7 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
     HEIGHT: gl.constexpr = TILING.WARPGROUPS * 64
     ROWS: gl.constexpr = HEIGHT // BOXES // (2 if TILING.GATED else 1)
     if TILING.WAIT:
-        gdc_wait()  # until the previous launch has written the tiles
+        gdc_wait()  # until the launches before have written tiles and weights
     jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
     n = jobs * 0
     slot = n + 1

@@ -250,7 +250,8 @@ def plan_experts(problem: ExpertsProblem, gpu: GPU) -> ExpertsPlan:
         hidden = PRODUCT_INPUTS.choose(ProductRows(product.kernel, problem.pairs, problem.inner), gpu)
     if factors.prepared and not decode:
         inputs = PRODUCT_INPUTS.choose(ProductRows(product.kernel, problem.tokens, problem.hidden), gpu)
-    both = (True, decode), (False, False)
+    # a captured launch may start before an event of another stream that it follows: where weights are copied, it waits
+    both = (True, decode or problem.in_rows), (False, problem.in_rows)
     hopper = tuple(hopper_product(problem, product.config, *each, gpu) for each in both if product.kernel == HOPPER)
     combine = COMBINES.choose(ValuesProblem(problem.tokens * problem.hidden), gpu)
     return ExpertsPlan(grouping, inputs, product, hidden, combine, factors, hopper, gpu.native_fp8, gpu.pdl)

@@ -28,7 +28,7 @@ class ExpertsProblem:
         row_exponents: FP4 stacks have exponents of their rows.
         aligned: TMA can load the stacks: their addresses are multiples of 16 bytes.
         batch_invariant: the result of a token must not depend on the number of tokens.
-        beside_copies: w2 is copied while the first product runs.
+        in_rows: weights are in rows of a cache (``slots``); beside_copies: w2 is copied while the first product runs.
     """
 
     tokens: int
@@ -43,6 +43,7 @@ class ExpertsProblem:
     row_exponents: bool = False
     aligned: bool = True
     batch_invariant: bool = False
+    in_rows: bool = False
     beside_copies: bool = False
 
     @classmethod
@@ -56,7 +57,7 @@ class ExpertsProblem:
             tokens, topk, count, num_routed or count, x.shape[1], w1.weight.shape[1], x.dtype, w1.format,
             arguments.input_format, all(stack.exponent is not None for stack in stacks),
             all(part.data_ptr() % 16 == 0 for part in loaded), batch_invariant(),
-            slots is not None and slots.outputs_ready is not None,
+            slots is not None, slots is not None and slots.outputs_ready is not None,
         )  # fmt: skip
 
     @property
@@ -148,7 +149,7 @@ class HopperExpertTiling:
         SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
         ROW_BLOCKS: jobs of a tile.
         WARPGROUPS: that multiply.
-        WAIT: the previous launch wrote the tiles; otherwise it wrote rows of x alone.
+        WAIT: a launch that may still run wrote tiles or weights; otherwise the previous one wrote rows of x alone.
         CHANNELS: of a stage, 128 or 256: 256 of FP4 only, and with one part only.
         BOX: routed rows that are loaded at once.
         REGISTERS: of a thread of the warpgroups after the first; LOADERS: of the two warps that load.

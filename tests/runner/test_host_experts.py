@@ -15,11 +15,13 @@ from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.moe import ExpertStack, moe_experts
 from deepseek_attn.layers.expert_memory import ExpertMemory
+from deepseek_attn.models import host_experts
 from deepseek_attn.models.expert_rows import HOST_AREAS, ExpertFormat, cached_experts, expert_formats
 from deepseek_attn.models.host_experts import ExpertRows
-from deepseek_attn.models.moe import Experts
+from deepseek_attn.models.moe import Experts, MoE
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
+from deepseek_attn.runner.host_experts import give_rows
 from tests.kernels.moe.moe_cases import make_case
 from tests.support.drafts import complete
 from tests.support.small_models import prompt, two_layers
@@ -48,11 +50,13 @@ def bytes_of(stacks, cached: int) -> int:
 def held(runner: ModelRunner, cached: int):
     """In this context the runner's layers read experts by rows, as with ``expert_memory="host"`` on a GPU."""
     layers, budget = experts_of(runner), budget_of(runner, cached)
-    in_turn = sum(isinstance(module, Experts) for module in runner.model.layers.modules())
-    rows = ExpertRows.of([layer.stacks() for layer in layers], runner.device, budget, in_turn)
+    in_turn, drafting = (
+        [module for module in part.modules() if isinstance(module, MoE)]
+        for part in (runner.model.layers, runner.model.mtp)
+    )
+    rows = ExpertRows.of([layer.stacks() for layer in layers], runner.device, budget, len(in_turn))
     assert (rows.cached, rows.nbytes) == (cached, budget)
-    for layer, of_layer in zip(layers, rows.layers, strict=True):
-        layer.rows = of_layer
+    give_rows(in_turn, drafting, rows)
     hooks = rows.watch(runner.model, runner.config.num_experts_per_tok)
     try:
         yield rows
@@ -127,6 +131,37 @@ def test_copies_run_two_layers_ahead(monkeypatch):
             runner.model(torch.full((40,), runner.config.vocab_size + 5), None, None)
         assert order == [("copy", 0), ("copy", 1), ("take", 0), ("take", 1)]
         assert not any(layer._is_ahead for layer in rows.layers)
+    runner.close()
+
+
+def test_hash_layers_begin_with_the_step(monkeypatch):
+    """If their experts fit in rows of their own; other layers fetch in their turn, what the routers chose."""
+    runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
+    topk, order = runner.config.num_experts_per_tok, []
+    hashed = [number for number, spec in enumerate(runner.config.layers) if spec.hash_routing]
+    assert hashed
+    with held(runner, 2 * topk) as rows:
+        numbers = {id(layer.state.row): number for number, layer in enumerate(rows.layers)}
+        fetch = host_experts.fetch_experts
+
+        def fetched(state, experts, stream):
+            order.append((numbers[id(state.row)], experts.tolist()))
+            return fetch(state, experts, stream)
+
+        monkeypatch.setattr(host_experts, "fetch_experts", fetched)
+        for tokens, ahead in (([[5], [9]], True), ([[5], [9], [2]], False)):
+            order.clear()
+            block = runner.model.layers["0"]
+            hook = block.register_forward_pre_hook(lambda *_: order.append("layer 0"))
+            runner.score(tokens)
+            hook.remove()
+            first = order.index("layer 0")
+            assert [number for number, _ in order[:first]] == (hashed if ahead else [])
+            called = [entry[0] for entry in order if entry != "layer 0"]
+            assert sorted(called) == list(range(len(runner.model.layers)))
+            gate = runner.model.layers[str(hashed[0])].ffn.gate
+            ids = gate.tid2eid[torch.tensor([token for (token,) in tokens])].tolist()
+            assert (hashed[0], ids) in order
     runner.close()
 
 
@@ -220,7 +255,7 @@ def test_layers_in_one_graph(device, T):
     experts = torch.stack([case.experts for case in cases])
 
     def compute():
-        rows.begin(experts[0].numel())
+        rows.begin(experts[0, :, 0], 3)
         outputs = []
         for ids, layer in zip(experts, rows.layers, strict=True):
             outputs.append(moe_experts(x, ids, weights, *layer.stacks, 4.0, slots=layer.find(ids)))

@@ -190,6 +190,16 @@ def test_launches_beside_the_products(tokens, grouping):
     assert not made.hopper[1].tiling.WAIT
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_products_wait_for_weights_that_are_copied(beside):
+    """Also where an event orders them: an edge of a graph lets a launch begin before the one that it follows ends."""
+    problem = problem_of(make_case(10, 1024, 512, 32, 6, "fp4", BF16, "meta"))
+    made = plan.plan_experts(replace(problem, in_rows=True, beside_copies=beside), H200)
+    assert all(product.tiling.WAIT for product in made.hopper)
+    rest = [H200.multiprocessors * made.product.config.programs - product.programs for product in made.hopper]
+    assert rest == [plan.COPY_PROGRAMS if beside else 0, 0]
+
+
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
 
 
