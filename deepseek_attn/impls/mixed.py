@@ -10,7 +10,7 @@ from deepseek_attn.impls.flashmla import FlashMLAKernels
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.triton import TritonKernels
 from deepseek_attn.kernels.attention import PagedKeys
-from deepseek_attn.kernels.attention.plan import LayerCall, plan_library
+from deepseek_attn.kernels.attention.plan import LIBRARY, LayerCall
 from deepseek_attn.kernels.common.device import compute_capability, gpu
 
 
@@ -57,7 +57,7 @@ class MixedKernels(SplitAttentionImpl):
 def _kernels(q: Tensor, width: int, record: str = "") -> type[SplitAttentionImpl]:
     """Whose kernels attend with ``q [T, heads, d]`` to up to ``width`` keys: of pages of ``record``, or of rows."""
     call = LayerCall(q.shape[0], q.shape[1], width, record)
-    return FlashMLAKernels if plan_library(call, gpu(q.device)).choice.kernel == "FlashMLA" else TritonKernels
+    return FlashMLAKernels if LIBRARY.plan(call, gpu(q.device)).choice.kernel == "FlashMLA" else TritonKernels
 
 
 class DeepseekV4MixedSparseImpl(MixedKernels):

@@ -27,7 +27,7 @@ from deepseek_attn.kernels.attention.attend_triton import (
 )
 from deepseek_attn.kernels.attention.attend_v32_hopper import attend_v32_hopper_kernel
 from deepseek_attn.kernels.attention.gather_triton import EntryShape, GatherPool, GatherRows, gather_kernel
-from deepseek_attn.kernels.attention.plan import AttendPlan, AttendProblem, plan_attend, plan_gather
+from deepseek_attn.kernels.attention.plan import GATHER, AttendPlan, AttendProblem, plan_attend
 from deepseek_attn.kernels.attention.reference import value_dim
 from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys
 from deepseek_attn.kernels.common.checks import INTS, check, contiguous_rows
@@ -244,7 +244,7 @@ def dequantize_and_gather_k_cache(
     check_pool(record, pool, block_size, {"plain": raw.itemsize, "fp8_v4": 2, "fp8_v32": 4}.get(record.name, 1))
     if b == 0 or max_rows <= 0:
         return
-    plan, group = plan_gather(RowsProblem(b * max_rows, record.dim), gpu(out.device)), layout.group or 64
+    plan, group = GATHER.plan(RowsProblem(b * max_rows, record.dim), gpu(out.device)), layout.group or 64
     coded_block = max(group, next_power_of_2(coded))
     whole = coded and record.dim <= coded_block  # one tile holds the other channels too
     shape = EntryShape(

@@ -26,7 +26,6 @@ from deepseek_attn.kernels.common.plans import (
     cdiv,
     condition,
     equals,
-    kernel_planner,
     next_power_of_2,
     one_kernel,
     planner,
@@ -316,11 +315,7 @@ LIBRARY = Table(
         Row(ANY, "attend_kernel", source=DECODE),
     ],
 )
-"""FlashMLA, or own kernels: ``attend_kernel`` stands for all of them, among which `ATTEND` chooses."""
-
-
-plan_library = kernel_planner(LIBRARY)
-"""FlashMLA or own kernels for queries that are normed and rotated.
+"""FlashMLA, or own kernels, among which `ATTEND` chooses, for queries that are normed and rotated.
 
 Raw queries always go to own kernels: with 128 heads too, where FlashMLA may attend faster, since the launches that
 `attend_raw_q` saves take longer.
@@ -329,4 +324,3 @@ Raw queries always go to own kernels: with 128 heads too, where FlashMLA may att
 
 # A program decodes four rows: 85 to 92 % of the bandwidth of a copy on an H200.
 GATHER = one_kernel("attention.gather", "gather_kernel", (ANY, LaunchBlock(4, 2)))
-plan_gather = kernel_planner(GATHER)

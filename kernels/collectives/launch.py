@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.collectives.one_shot_triton import ExchangeConfig, ExchangeWords, exchange_kernel
-from deepseek_attn.kernels.collectives.plan import plan_exchange
+from deepseek_attn.kernels.collectives.plan import EXCHANGES
 from deepseek_attn.kernels.collectives.types import PeerBuffers
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, cdiv
@@ -50,7 +50,7 @@ def _exchange(
             f"a message must be contiguous and up to {peers.capacity} whole words of 32 bits, got {x.dtype} "
             f"{list(x.shape)}: use torch.distributed for others"
         )
-    words, plan = size // 4, plan_exchange(RowsProblem(size // 4), gpu(x.device))
+    words, plan = size // 4, EXCHANGES.plan(RowsProblem(size // 4), gpu(x.device))
     block = plan.config.size
     if not words:
         return

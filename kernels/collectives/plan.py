@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, kernel_planner, one_kernel
+from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, one_kernel
 
 # words to each rank; larger blocks are slower. `PeerBuffers.capacity` is a multiple of the block.
 EXCHANGES = one_kernel("collectives.exchange", "exchange_kernel", (ANY, LaunchBlock(128)))
-plan_exchange = kernel_planner(EXCHANGES)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache, wraps
+from functools import cached_property, lru_cache, wraps
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -222,6 +222,11 @@ class Table(Generic[P]):
             consulted.append(Consulted(self, problem, choice))
         return choice
 
+    @cached_property
+    def plan(self) -> Callable[[P, GPU], KernelPlan]:
+        """The `planner` of an op that takes one row of this table, which gives the op its name."""
+        return planner(self.name)(lambda problem, gpu: KernelPlan.of(self.choose(problem, gpu), gpu))
+
     def supports(self, row: Row[P], problem: P, gpu: GPU) -> bool:
         """Whether the kernel of a row can compute a problem."""
         supported = self.kernels[row.kernel]
@@ -335,11 +340,6 @@ def planner(op: str) -> Callable[[Callable[[P, GPU], PlanT]], Callable[[P, GPU],
         return planned
 
     return decorate
-
-
-def kernel_planner(table: Table[P], op: str = "") -> Callable[[P, GPU], KernelPlan]:
-    """The `planner` of an op that takes one row of a table; the op has the table's name if none is given."""
-    return planner(op or table.name)(lambda problem, gpu: KernelPlan.of(table.choose(problem, gpu), gpu))
 
 
 def recorded_plans() -> AbstractContextManager[list[Planned]]:

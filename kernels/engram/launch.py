@@ -9,7 +9,7 @@ from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, cdiv
 from deepseek_attn.kernels.engram.engram_triton import EngramGate, engram_dequantize_kernel, engram_gate_kernel
-from deepseek_attn.kernels.engram.plan import TABLE_ROWS, plan_gate, plan_rows
+from deepseek_attn.kernels.engram.plan import GATES, ROWS, TABLE_ROWS
 from deepseek_attn.kernels.engram.reference import SMALLEST, check_gate
 from deepseek_attn.kernels.engram.types import SCALE_GROUP, TableRows
 
@@ -26,7 +26,7 @@ def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
     values, scales = values.contiguous(), scales.contiguous()
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     if count := values.numel() // max(columns, 1):
-        plan = plan_rows(RowsProblem(count, columns), gpu(values.device))
+        plan = ROWS.plan(RowsProblem(count, columns), gpu(values.device))
         engram_dequantize_kernel[(cdiv(count, TABLE_ROWS),)](
             *(values.view(torch.uint8), scales, out, count),
             COLUMNS=columns,
@@ -46,7 +46,7 @@ def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor
     streams, kv = streams.contiguous(), kv.contiguous()
     (T, m, D), out = streams.shape, torch.empty_like(streams)
     if T:
-        plan = plan_gate(RowsProblem(T * m, D), gpu(streams.device))
+        plan = GATES.plan(RowsProblem(T * m, D), gpu(streams.device))
         gate = EngramGate(streams, kv, q_weight.contiguous(), k_weight.contiguous(), out, kv.stride(0), eps)
         engram_gate_kernel[(T, m)](
             gate, SMALLEST=SMALLEST, D=D, BLOCK=plan.config.size, M=m, enable_fp_fusion=True, **plan.options

@@ -7,7 +7,6 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     LaunchBlock,
     RowsProblem,
-    kernel_planner,
     next_power_of_2,
     one_kernel,
 )
@@ -26,5 +25,3 @@ def _stream(p: RowsProblem, gpu: GPU) -> LaunchBlock:
 
 ROWS = one_kernel("engram.dequantize_rows", "engram_dequantize_kernel", (ANY, _table_rows))
 GATES = one_kernel("engram.gate_streams", "engram_gate_kernel", (ANY, _stream))
-plan_rows = kernel_planner(ROWS)
-plan_gate = kernel_planner(GATES)

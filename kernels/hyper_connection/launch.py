@@ -21,12 +21,12 @@ from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
 )
 from deepseek_attn.kernels.hyper_connection.plan import (
     MANY_TOKENS,
+    POSTS,
     SPLIT,
     MixTiles,
     StreamsPlan,
     StreamsProblem,
     plan,
-    plan_post,
 )
 from deepseek_attn.kernels.hyper_connection.types import (
     DelayedInput,
@@ -66,7 +66,7 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_post`."""
-    made = plan_post(_problem(streams), gpu(streams.device))
+    made = POSTS.plan(_problem(streams), gpu(streams.device))
     return _launch_post(made.config, made.pdl, _update(SublayerOutput(y, streams, post, comb))).new
 
 

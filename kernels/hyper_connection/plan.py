@@ -18,7 +18,6 @@ from deepseek_attn.kernels.common.plans import (
     at_least,
     condition,
     has,
-    kernel_planner,
     next_power_of_2,
     one_kernel,
     planner,
@@ -107,7 +106,6 @@ COLLAPSES = one_kernel(  # tokens of a program that computes post and comb
     (at_least("tokens", MANY_TOKENS) & ~has("batch_invariant"), LaunchBlock(128), _GROUPS),
     (ANY, LaunchBlock(1), _GROUPS),
 )
-plan_post = kernel_planner(POSTS)
 
 
 @planner("hyper_connection.streams")

@@ -36,15 +36,15 @@ from deepseek_attn.kernels.indexer.candidates_triton import (
     candidate_scores_kernel,
 )
 from deepseek_attn.kernels.indexer.plan import (
+    BLOCKS,
+    CANDIDATE_SCORES,
+    ENTRIES,
+    QUERIES,
+    SCORES,
+    TOPK,
     IndexQueryProblem,
     ScoresProblem,
     TopkProblem,
-    plan_blocks,
-    plan_candidate_scores,
-    plan_entries,
-    plan_queries,
-    plan_scores,
-    plan_topk,
 )
 from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
@@ -136,7 +136,7 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> SharedLaunch:
     check("cos_sin", cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
     out = torch.empty(T, H, dim, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
     out_weights = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    plan = plan_queries(IndexQueryProblem(T, dim, batch_invariant(), kernel), gpu(q.device))
+    plan = QUERIES.plan(IndexQueryProblem(T, dim, batch_invariant(), kernel), gpu(q.device))
     args = IndexQueryArgs(
         *(q, weights, cos_sin, positions),
         out=out if fmt == "plain" else out.view(torch.uint8),
@@ -207,7 +207,7 @@ def paged_index_scores(
     check("out", out, (T, width), torch.float32, rows=True)
     if not out.numel() or not table.numel():
         return out
-    plan, rows, shape = _score_launch(plan_scores, queries, keys, key_format, width, out)
+    plan, rows, shape = _score_launch(SCORES.plan, queries, keys, key_format, width, out)
     kernel, config = plan.choice.kernel, plan.config
     arguments = rows, table, keys.token_to_req, num_visible, T, width, skip, table.stride(0)
     grid = cdiv(T, config.tokens), config.splits
@@ -248,7 +248,7 @@ def candidate_scores(
     check("candidate blocks", kept, (T, "n"), torch.int32, rows=True)
     check("scores of candidates", out, (T, columns), torch.float32, rows=True)
     if out.numel() and table.numel():
-        plan, rows, shape = _score_launch(plan_candidate_scores, queries, keys, key_format, columns, out)
+        plan, rows, shape = _score_launch(CANDIDATE_SCORES.plan, queries, keys, key_format, columns, out)
         candidate_scores_kernel[(T, plan.config.splits)](
             *(rows, kept, kept.stride(0), table, keys.token_to_req, num_visible, columns, skip, table.stride(0)),
             SHAPE=shape,
@@ -267,7 +267,7 @@ def launch_candidate_entries(
     if not out.numel():
         return
     (T, k), kept, table = out.shape, candidates.kept, keys.block_table
-    plan = plan_entries(RowsProblem(T, k), gpu(out.device))
+    plan = ENTRIES.plan(RowsProblem(T, k), gpu(out.device))
     entries = plan.config.size
     slots = out if out_slots is None else out_slots  # the kernel takes a pointer even if PAGE disables its use
     candidate_entries_kernel[(T, cdiv(k, entries))](
@@ -288,7 +288,7 @@ def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: Cand
     if kept.numel() == 0:
         return
     count = cdiv(width, size)
-    plan = plan_blocks(RowsProblem(T, count), gpu(scores.device))
+    plan = BLOCKS.plan(RowsProblem(T, count), gpu(scores.device))
     blocks = plan.config.size
     best = torch.empty(T, count, dtype=torch.float32, device=scores.device)
     counts = torch.empty(T, dtype=torch.int32, device=scores.device)
@@ -315,7 +315,7 @@ def topk_indices(
     out = _checked_topk(scores, lens, k, out, keys, out_slots)
     if not out.numel():
         return out
-    plan = plan_topk(TopkProblem(len(scores), scores.shape[1], k), gpu(scores.device))
+    plan = TOPK.plan(TopkProblem(len(scores), scores.shape[1], k), gpu(scores.device))
     (T, W), device, config = scores.shape, scores.device, plan.config
     # the kernel takes pointers even if PAGE disables their use
     table, requests, slots, page_entries = out, lens, out, 0

@@ -17,7 +17,6 @@ from deepseek_attn.kernels.common.plans import (
     condition,
     equals,
     has,
-    kernel_planner,
     next_power_of_2,
     one_kernel,
     up_to,
@@ -148,6 +147,7 @@ def _tile_keys(gpu: GPU) -> int:
 FP8, FP4, INVARIANT = equals("key_format", "fp8"), equals("key_format", "fp4"), has("batch_invariant")
 DECODE_SCORES = "index_scores_decode_hopper_kernel"
 FEW = "h200_few_scores.json: rows"
+# every kernel gives FP8 keys the same bits
 SCORES = Table(
     "indexer.scores",
     {
@@ -167,12 +167,10 @@ SCORES = Table(
         Row(ANY, "index_scores_kernel", tokens_in_turn, "h100_tune_v4_flash.json: indexer.scores"),
     ],
 )  # fmt: skip
-plan_scores = kernel_planner(SCORES)  # every kernel gives FP8 keys the same bits
 
 CANDIDATE_SCORES = one_kernel(
     "indexer.candidate_scores", "candidate_scores_kernel", (has("exact"), exact_products), (ANY, one_token)
 )
-plan_candidate_scores = kernel_planner(CANDIDATE_SCORES)
 
 
 # --- top-k ---
@@ -248,8 +246,8 @@ def long_rows(p: TopkProblem, gpu: GPU) -> TopkConfig:
 
 
 _TOPK = "h200_topk.json: rows"
+# the selection is exact with every tiling
 TOPK = one_kernel("indexer.topk", "topk_kernel", (has("rows_in_registers"), short_rows, _TOPK), (ANY, long_rows, _TOPK))
-plan_topk = kernel_planner(TOPK)  # the selection is exact with every tiling
 
 
 # --- candidate blocks ---
@@ -262,7 +260,6 @@ def up_to_512(p: RowsProblem, gpu: GPU) -> LaunchBlock:
 
 BLOCKS = one_kernel("indexer.blocks", "block_scores_kernel", (ANY, LaunchBlock(256)))
 ENTRIES = one_kernel("indexer.candidate_entries", "candidate_entries_kernel", (ANY, up_to_512))
-plan_blocks, plan_entries = kernel_planner(BLOCKS), kernel_planner(ENTRIES)
 
 
 # --- queries ---
@@ -281,6 +278,7 @@ QUERY_KERNELS = {
     "latent_queries_kernel": "h100_tune_v32.json: indexer.queries",
 }
 """Kernels with the source of their rows."""
+# a head is computed by one program: its bits do not depend on the plan
 QUERIES: Table[IndexQueryProblem] = Table(
     "indexer.queries",
     {kernel: equals("kernel", kernel) for kernel in QUERY_KERNELS},
@@ -291,4 +289,3 @@ QUERIES: Table[IndexQueryProblem] = Table(
         for kernel, source in QUERY_KERNELS.items()
     ],
 )
-plan_queries = kernel_planner(QUERIES)  # a head is computed by one program: its bits do not depend on the plan

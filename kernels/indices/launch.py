@@ -10,7 +10,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import contiguous_rows
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
-from deepseek_attn.kernels.indices.plan import IndexProblem, IndexTiles, plan
+from deepseek_attn.kernels.indices.plan import INDICES, IndexProblem, IndexTiles
 from deepseek_attn.kernels.indices.reference import check_combine, check_positive, check_rows, check_step
 from deepseek_attn.kernels.indices.step_indices_triton import (
     BlockTable,
@@ -137,7 +137,7 @@ def combine_topk_swa_indices(
 
 def _tiles(op: str, rows: Tensor, tokens: int, width: int = 1, requests: int = 1) -> IndexTiles:
     """The tiles that an op's plan has."""
-    return plan(IndexProblem(op, tokens, width, requests), gpu(rows.device)).choice.config
+    return INDICES.plan(IndexProblem(op, tokens, width, requests), gpu(rows.device)).choice.config
 
 
 def _table(block_table: Tensor) -> BlockTable:

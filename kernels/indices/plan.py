@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Row, Table, equals, kernel_planner, next_power_of_2
+from deepseek_attn.kernels.common.plans import ANY, Row, Table, equals, next_power_of_2
 
 TOKENS = 128  # of a program, where each token has one value
 MAX_COLUMNS = 1024  # of a program, where each token has a row
@@ -52,9 +52,9 @@ KERNELS = {
 """The kernel of each op."""
 
 
+# a row of the result depends on its own token alone
 INDICES = Table(
     "indices.index",
     {kernel: equals("op", op) for op, kernel in KERNELS.items()},
     [Row(ANY, kernel, index_tiles) for kernel in KERNELS.values()],
 )
-plan = kernel_planner(INDICES)  # a row of the result depends on its own token alone

@@ -53,12 +53,12 @@ from deepseek_attn.kernels.insert.norm_rope_triton import (
     rope_insert_kernel,
 )
 from deepseek_attn.kernels.insert.plan import (
+    ENTRIES,
+    LATENTS,
+    QUERIES,
     InsertPlan,
     InsertProblem,
-    plan_entries,
     plan_insert,
-    plan_latents,
-    plan_queries,
 )
 from deepseek_attn.kernels.insert.reference import check_part
 from deepseek_attn.kernels.insert.types import (
@@ -191,7 +191,7 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
     _check_rows("rows", rows, T)
     arguments, shape = _key("rows", rows, positions, cos_sin, cache)
     if T:
-        plan = plan_entries(RowsProblem(T), gpu(rows.device))
+        plan = ENTRIES.plan(RowsProblem(T), gpu(rows.device))
         rope_insert_kernel[(T,)](
             arguments, SHAPE=shape, NATIVE_FP8=plan.native_fp8, enable_fp_fusion=True, **plan.options
         )
@@ -255,7 +255,7 @@ def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tens
     )
     key, key_shape = (None, None) if index is None else _index_key(index, tokens.positions, rope)
     if T:
-        plan = plan_latents(RowsProblem(T), gpu(kv.device))
+        plan = LATENTS.plan(RowsProblem(T), gpu(kv.device))
         insert_latents_kernel[(T, 2 if index is None else 3)](
             *(rows, query, key),
             SHAPE=shape,
@@ -305,7 +305,7 @@ def head_launch(raw_q: RawQueries) -> SharedLaunch:
     q, cos_sin, padded = raw_q.q, raw_q.cos_sin, raw_q.padded_heads
     T, dim = q.shape[0], q.shape[1] // raw_q.num_heads
     out = torch.empty(T, padded, dim, dtype=q.dtype, device=q.device)
-    plan = plan_queries(RowsProblem(T), gpu(q.device))
+    plan = QUERIES.plan(RowsProblem(T), gpu(q.device))
     rows = HeadArguments(
         q, cos_sin, raw_q.positions, out, raw_q.eps, cos_sin.shape[0], raw_q.num_heads, padded,
         q.stride(0), out.stride(0), out.stride(1),

@@ -16,7 +16,6 @@ from deepseek_attn.kernels.common.plans import (
     cdiv,
     condition,
     has,
-    kernel_planner,
     next_power_of_2,
     one_kernel,
     planner,
@@ -194,11 +193,6 @@ def plan_insert(problem: InsertProblem, gpu: GPU) -> InsertPlan:
     together = windows is not None and windows.kernel == "insert_tokens_kernel"
     keys = KernelPlan.of(KEYS.choose(problem, gpu), gpu) if problem.keys and not together else None
     return InsertPlan(keys, windows, division, gpu.pdl, gpu.native_fp8)
-
-
-plan_latents = kernel_planner(LATENTS)
-plan_entries = kernel_planner(ENTRIES)
-plan_queries = kernel_planner(QUERIES)
 
 
 def divide_windows(problem: InsertProblem, tiles: PoolTiles) -> WindowDivision:

@@ -30,7 +30,7 @@ from deepseek_attn.kernels.linear.linear_triton import (
     WeightFormat,
     multi_linear_kernel,
 )
-from deepseek_attn.kernels.linear.plan import HOPPER_FP8_WEIGHTS, HOPPER_PLAIN_WEIGHTS, PLAIN_CHANNELS, plan_quantize
+from deepseek_attn.kernels.linear.plan import HOPPER_FP8_WEIGHTS, HOPPER_PLAIN_WEIGHTS, PLAIN_CHANNELS, QUANTIZERS
 from deepseek_attn.kernels.linear.problem import LinearPlan, ProductPlan, QuantizeProblem
 from deepseek_attn.kernels.linear.quantize_triton import QuantizeConstants, QuantizeInputs, quantize_input_kernel
 
@@ -308,7 +308,7 @@ def _fits_in_storage(tensor: Tensor, size: int) -> bool:
 def quantize_rows(x: Tensor, pow2_scales: bool, groups: int | None = None, rope: Rope | None = None) -> QuantizedRows:
     """``x [M, channels]``, rotated back by ``rope``, as FP8 in the memory of `empty_quantized_rows`."""
     problem = QuantizeProblem(len(x), x.shape[1], batch_invariant(), rope is not None)
-    return _quantized_rows(plan_quantize(problem, gpu_of(x.device)), x, pow2_scales, groups, rope)
+    return _quantized_rows(QUANTIZERS.plan(problem, gpu_of(x.device)), x, pow2_scales, groups, rope)
 
 
 def _quantized_rows(

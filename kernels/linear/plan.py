@@ -25,7 +25,6 @@ from deepseek_attn.kernels.common.plans import (
     cdiv,
     condition,
     has,
-    kernel_planner,
     next_power_of_2,
     one_kernel,
     planner,
@@ -352,6 +351,7 @@ def quantizer_tiles(rows: int, channels: int, warps: int) -> Callable[[QuantizeP
 
 
 QUANTIZED_DATA = "h100_tune_v4_flash.json: linear.quantize_input"
+# a row's values depend on nothing else
 QUANTIZERS = one_kernel(
     "linear.quantize_input",
     "quantize_input_kernel",
@@ -359,7 +359,6 @@ QUANTIZERS = one_kernel(
     (has("rotated"), quantizer_tiles(4, 512, 2)),
     (ANY, quantizer_tiles(8, 512, 4), QUANTIZED_DATA),
 )
-plan_quantize = kernel_planner(QUANTIZERS)  # a row's values depend on nothing else
 
 
 # --- the plan of an op ---

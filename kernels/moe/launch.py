@@ -33,7 +33,7 @@ from deepseek_attn.kernels.moe.experts_triton import (
     swiglu_kernel,
 )
 from deepseek_attn.kernels.moe.launch_hopper import launch_hopper
-from deepseek_attn.kernels.moe.plan import PASS_TOKENS, plan_experts, plan_fetch, plan_route, plan_swiglu
+from deepseek_attn.kernels.moe.plan import PASS_TOKENS, SELECTS, SWIGLUS, plan_experts, plan_fetch
 from deepseek_attn.kernels.moe.problem import ExpertsPlan, ExpertsProblem, FetchPlan, FetchProblem, ValuesProblem
 from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, moe_select_kernel
 from deepseek_attn.kernels.moe.types import (
@@ -62,7 +62,7 @@ def moe_route(
     weights = torch.empty(T, topk, dtype=torch.float32, device=x.device)
     if T == 0:
         return experts, weights
-    plan = plan_route(RowsProblem(T, D), gpu(x.device))
+    plan = SELECTS.plan(RowsProblem(T, D), gpu(x.device))
     logits = float32_product(x, weight, plan.config.size)
     table, token_ids = hashed or (None, None)
     moe_select_kernel[(T,)](
@@ -95,7 +95,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     size = out.numel()
     if size:
-        plan = plan_swiglu(ValuesProblem(size), gpu(gate.device))
+        plan = SWIGLUS.plan(ValuesProblem(size), gpu(gate.device))
         block = plan.config.size
         swiglu_kernel[(cdiv(size, block),)](
             gate, up, out, float(limit), size, CLAMP=limit > 0, BLOCK=block, enable_fp_fusion=True, **plan.options

@@ -18,7 +18,6 @@ from deepseek_attn.kernels.common.plans import (
     condition,
     equals,
     has,
-    kernel_planner,
     next_power_of_2,
     one_kernel,
     planner,
@@ -280,7 +279,3 @@ COPIES = one_kernel(  # programs
 def plan_fetch(problem: FetchProblem, gpu: GPU) -> FetchPlan:
     """Chooses both launches."""
     return FetchPlan(CACHE_ROWS.choose(problem, gpu), COPIES.choose(problem, gpu), gpu.pdl)
-
-
-plan_swiglu = kernel_planner(SWIGLUS)
-plan_route = kernel_planner(SELECTS, "moe.route")

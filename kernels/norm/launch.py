@@ -8,7 +8,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import contiguous_rows
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import RowsProblem
-from deepseek_attn.kernels.norm.plan import plan_norm
+from deepseek_attn.kernels.norm.plan import NORMS
 from deepseek_attn.kernels.norm.reference import check_norm
 from deepseek_attn.kernels.norm.row_norm_triton import NormRows, rms_norm_kernel
 from deepseek_attn.kernels.norm.types import NormedSum
@@ -34,7 +34,7 @@ def launch(x: Tensor, residual: Tensor | None, eps: float, weight: Tensor) -> No
     if count := x.numel() // max(channels, 1):
         rows = contiguous_rows(x.reshape(-1, channels))
         added = None if residual is None else contiguous_rows(residual.reshape(-1, channels))
-        plan, stride = plan_norm(RowsProblem(count, channels), gpu(x.device)), 0 if added is None else added.stride(0)
+        plan, stride = NORMS.plan(RowsProblem(count, channels), gpu(x.device)), 0 if added is None else added.stride(0)
         arguments = NormRows(rows, added, weight, out, total, rows.stride(0), stride, eps)
         block, options = plan.config.size, plan.options
         rms_norm_kernel[(count,)](arguments, CHANNELS=channels, BLOCK=block, enable_fp_fusion=True, **options)

@@ -7,7 +7,6 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     LaunchBlock,
     RowsProblem,
-    kernel_planner,
     next_power_of_2,
     one_kernel,
 )
@@ -20,4 +19,3 @@ def whole_rows(problem: RowsProblem, gpu: GPU) -> LaunchBlock:
 
 
 NORMS = one_kernel("norm.rms_norm", "rms_norm_kernel", (ANY, whole_rows))
-plan_norm = kernel_planner(NORMS)

@@ -8,7 +8,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import check, contiguous_rows
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, next_power_of_2
-from deepseek_attn.kernels.sampling.plan import plan
+from deepseek_attn.kernels.sampling.plan import GREEDY
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.kernels.sampling.sampling_triton import (
     accept_drafts_kernel,
@@ -27,7 +27,7 @@ def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     (rows, vocab), device, logits = logits.shape, logits.device, contiguous_rows(logits)
     if not rows:
         return tokens
-    block, warps = plan(RowsProblem(rows, vocab), gpu(device)).config
+    block, warps = GREEDY.plan(RowsProblem(rows, vocab), gpu(device)).config
     blocks = cdiv(vocab, block)
     peaks = torch.empty(rows, blocks, dtype=torch.float32, device=device)
     columns = torch.empty(rows, blocks, dtype=torch.int32, device=device)

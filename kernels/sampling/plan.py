@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, kernel_planner, one_kernel
+from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, one_kernel
 
 GREEDY = one_kernel("sampling.greedy_tokens", "greedy_block_kernel", (ANY, LaunchBlock(1024)))
-plan = kernel_planner(GREEDY)

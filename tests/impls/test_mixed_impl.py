@@ -9,7 +9,7 @@ import torch
 from deepseek_attn.impls import AttentionSpec, DeepseekV4MixedSparseImpl, flash_mla, get_impl, mixed
 from deepseek_attn.impls.flashmla import FlashMLAKernels
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl, TritonKernels
-from deepseek_attn.kernels.attention.plan import LayerCall, plan_library
+from deepseek_attn.kernels.attention.plan import LIBRARY, LayerCall
 from deepseek_attn.kernels.common import device
 from deepseek_attn.v32.backends import MixedMLASparseImpl
 
@@ -33,7 +33,7 @@ def gpu(monkeypatch):
 
 
 def takes_flashmla(queries, heads, keys, record):
-    return plan_library(LayerCall(queries, heads, keys, record), H200).choice.kernel == "FlashMLA"
+    return LIBRARY.plan(LayerCall(queries, heads, keys, record), H200).choice.kernel == "FlashMLA"
 
 
 def test_it_is_the_default_on_hopper_with_both(gpu):

@@ -13,7 +13,7 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
 from deepseek_attn.kernels.indexer import IndexQueries, PagedIndexKeys
 from deepseek_attn.kernels.indexer.launch import paged_index_scores
-from deepseek_attn.kernels.indexer.plan import SCORES, ScoresConfig, ScoresProblem, plan_scores
+from deepseek_attn.kernels.indexer.plan import SCORES, ScoresConfig, ScoresProblem
 from tests.kernels.compiled_launches import compiled_ops, on_gpus, ptxas_report
 from tests.support.tiers import tiered
 
@@ -74,7 +74,7 @@ def test_the_hopper_kernel_for_decode_steps_compiles(fmt, page, tokens, tmp_path
 
 
 def chosen(gpu=HOPPER, key_format="fp8", T=4096, B=1, width=2048, H=64, dim=128, **flags):
-    return plan_scores(ScoresProblem(T, B, width, H, dim, key_format, **flags), gpu).choice
+    return SCORES.plan(ScoresProblem(T, B, width, H, dim, key_format, **flags), gpu).choice
 
 
 def test_which_scores_eight_tokens_at_a_time():
