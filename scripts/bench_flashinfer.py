@@ -21,6 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -64,6 +65,7 @@ class FlashInferExperts:
         self.scales = [scales31, residual31, one, scales2, residual2]
         self.limit = torch.full((len(self.w2),), limit, dtype=torch.float32, device=device)
         self.first, self.second = (self.runner[f"get_gemm{number}_tactic_count"]() for number in (1, 2))
+        self.default = self.usable()
         self.tactics: dict[int, list[int]] = {}
 
     def prepared(self, stack: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,6 +90,14 @@ class FlashInferExperts:
         torch.cuda.synchronize()
         return ordered, folded.reshape(experts, rows // 64, groups // 4, 16, 16).view(torch.int32), residual
 
+    def usable(self) -> int:
+        """The first tactic of the first product that was compiled."""
+        for tactic in range(self.first):
+            with suppress(RuntimeError):
+                if self.runner["get_tactic_occupancy"](tactic):
+                    return tactic
+        raise SystemExit(f"none of the {self.first} tactics was compiled for this GPU")
+
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tactics: list[int] | None = None) -> Tensor:
         """Of tokens ``x [T, D]``, their experts int64 ``[T, k]`` and float32 weights."""
         out, (tokens, k), (_, hidden, half) = torch.empty_like(x), experts.shape, self.w2.shape
@@ -105,18 +115,19 @@ class FlashInferExperts:
 
     def tune(self, *inputs: Tensor) -> None:
         """Chooses the tactics for ``inputs``: the first product's with the second's default, then the second's."""
-        chosen = [-1, -1]
+        chosen = [self.default, self.first + self.default]
         for place, tactics in enumerate((range(self.first), range(self.first, self.first + self.second))):
             times = {}
             for tactic in tactics:
-                if self.runner["get_tactic_occupancy"](tactic) > 0:
-                    trial = [tactic if i == place else chosen[i] for i in range(2)]
-                    try:
-                        graph = captured([partial(self, *inputs, trial)])
-                    except RuntimeError:  # not for this shape
-                        torch.cuda.synchronize()
+                trial = [tactic if i == place else chosen[i] for i in range(2)]
+                try:
+                    if not self.runner["get_tactic_occupancy"](tactic):
                         continue
-                    times[tactic] = statistics.median(replay_times([graph], 5)[0])
+                    graph = captured([partial(self, *inputs, trial)])
+                except RuntimeError:  # not for this shape, or not compiled
+                    torch.cuda.synchronize()
+                    continue
+                times[tactic] = statistics.median(replay_times([graph], 5)[0])
             if not times:
                 raise SystemExit(f"none of {len(tactics)} tactics computes {len(inputs[0])} tokens")
             chosen[place] = min(times, key=lambda tactic: times[tactic])
