@@ -18,7 +18,7 @@ from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.config.v41 import DeepseekV41Config
-from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4_weight, quantize_fp8, quantize_fp8_block
+from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4, quantize_fp8, quantize_fp8_block
 from deepseek_attn.kernels.engram.types import SCALE_GROUP
 from deepseek_attn.kernels.linear.formats import FP4_GROUP
 from deepseek_attn.utils.device import total_memory
@@ -181,7 +181,7 @@ class PublishedSource(CheckpointSource):
         form = self._formats.get(recipe.kind)
         if form in ("fp8", "fp4"):
             block = (self.config.FP8_GROUP, self.config.FP8_GROUP)
-            weight, scale = quantize_fp8_block(master, block) if form == "fp8" else quantize_fp4_weight(master)
+            weight, scale = quantize_fp8_block(master, block) if form == "fp8" else quantize_fp4(master)
             return StoredWeight(weight, encode_e8m0(scale) if self._style.scale_dtype == "F8_E8M0" else scale)
         return StoredWeight(master.to(DTYPES[DRAW[recipe.kind].dtype].torch), None)
 

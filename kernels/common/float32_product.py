@@ -62,8 +62,11 @@ def float32_product(
 def launch(plan: Float32ProductPlan, x: Tensor, weight: Tensor, split: int, sums: Tensor) -> None:
     """Writes the partial sums of ``x weight^T``, and of squares of x if ``sums`` has a column more."""
     (T, K), N, tiles = x.shape, len(weight), plan.product.config
-    if plan.presplit:
-        weight = _split_weight(weight, plan.pdl)
+    if plan.presplit:  # three bfloat16 values, the largest first, add up to a float32 one
+        weight, whole = weight.new_empty(3, N, K, dtype=torch.bfloat16), weight
+        split_float32_weight_kernel[(cdiv(N * K, 1024),)](
+            whole, weight, N * K, BLOCK=1024, enable_fp_fusion=True, **launch_options(4, plan.pdl)
+        )
     float32_product_kernel[(cdiv(N, tiles.columns), cdiv(T, tiles.rows), plan.partials)](
         ProductArguments(x, weight, sums, x.stride(0)),
         T,
@@ -83,12 +86,3 @@ def launch(plan: Float32ProductPlan, x: Tensor, weight: Tensor, split: int, sums
         num_stages=tiles.stages,
         **launch_options(tiles.warps, plan.pdl),
     )
-
-
-def _split_weight(weight: Tensor, pdl: bool) -> Tensor:
-    """A contiguous float32 weight ``[N, K]`` as bfloat16 ``[3, N, K]`` that adds up to it, the largest first."""
-    terms = torch.empty(3, *weight.shape, dtype=torch.bfloat16, device=weight.device)
-    split_float32_weight_kernel[(cdiv(weight.numel(), 1024),)](
-        weight, terms, weight.numel(), BLOCK=1024, enable_fp_fusion=True, **launch_options(4, pdl)
-    )
-    return terms

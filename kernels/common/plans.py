@@ -229,8 +229,7 @@ class Table(Generic[P]):
 
     def supports(self, row: Row[P], problem: P, gpu: GPU) -> bool:
         """Whether the kernel of a row can compute a problem."""
-        supported = self.kernels[row.kernel]
-        return supported(problem, gpu)
+        return self.kernels[row.kernel](problem, gpu)
 
     def candidates(self, problem: P, gpu: GPU) -> list[Row[P]]:
         """Rows whose kernel supports the problem, whatever their condition; none twice with one configuration."""

@@ -166,7 +166,7 @@ def dequantize_fp8(q: Tensor, scale: Tensor, group: int) -> Tensor:
     """Float32 values of ``quantize_fp8`` output; ``scale`` may be anything that ``decode_e8m0`` reads."""
     if q.dtype != torch.float8_e4m3fn:
         raise ValueError(f"FP8 values must be float8_e4m3fn, got {q.dtype}: view raw bytes as float8_e4m3fn")
-    return _rescale(q.float(), scale, group)
+    return _rescaled(q.float(), scale, group)
 
 
 def quantize_fp4(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
@@ -195,9 +195,7 @@ def dequantize_fp4(packed: Tensor, scale: Tensor, group: int = 32) -> Tensor:
     # a pair of float32 is looked up as one int64: 3.5 times as fast on a CPU as rows of two values
     table = _e2m1_pairs(packed.device).view(torch.int64).flatten()
     pairs = _look_up(table, packed.reshape(-1).view(torch.uint8).int())
-    values = _grouped(pairs.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1]), group)
-    _check_group_scale(values, scale, group)
-    return values.mul_(decode_e8m0(scale).unsqueeze(-1)).flatten(-2)
+    return _rescaled(pairs.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1]), scale, group)
 
 
 def quantize_nvfp4(x: Tensor, group: int = 16) -> tuple[Tensor, Tensor]:
@@ -319,13 +317,6 @@ def merge_fp8_blocks(q: Tensor, scale: Tensor, factor: int, block: int) -> tuple
     return _to_e4m3(q.float() * ratio), merged
 
 
-def quantize_fp4_weight(w: Tensor) -> tuple[Tensor, Tensor]:
-    """``[out, in]`` to packed uint8 ``[out, in / 2]`` and float32 scales ``[out, in / 32]``, as expert weights are."""
-    if w.dim() != 2:
-        raise ValueError(f"an FP4 weight is [out, in], got shape {list(w.shape)}")
-    return quantize_fp4(w, 32)
-
-
 def hadamard(x: Tensor) -> Tensor:
     """``x @ H * n**-0.5`` over the last dimension with Sylvester's H (natural order): orthogonal and symmetric.
 
@@ -363,16 +354,13 @@ def _e2m1_pairs(device: torch.device) -> Tensor:
     return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1).to(device)
 
 
-def _rescale(values: Tensor, scale: Tensor, group: int) -> Tensor:
+def _rescaled(values: Tensor, scale: Tensor, group: int) -> Tensor:
+    """Float32 values times the scale of their group, in place."""
     groups = _grouped(values, group)
-    _check_group_scale(groups, scale, group)
-    return (groups * decode_e8m0(scale).unsqueeze(-1)).flatten(-2)
-
-
-def _check_group_scale(groups: Tensor, scale: Tensor, group: int) -> None:
     if scale.shape != groups.shape[:-1]:
-        shape, expected = list(groups.flatten(-2).shape), f"{list(groups.shape[:-1])}, one per group of {group}"
+        shape, expected = list(values.shape), f"{list(groups.shape[:-1])}, one per group of {group}"
         raise ValueError(f"scale {list(scale.shape)} does not fit values {shape}: expected {expected}")
+    return groups.mul_(decode_e8m0(scale).unsqueeze(-1)).flatten(-2)
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:

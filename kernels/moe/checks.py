@@ -8,7 +8,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import INTS, check
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.plans import cdiv
-from deepseek_attn.kernels.moe.types import ExpertGroups, ExpertSlots, ExpertStack, HashRouting, HostExperts
+from deepseek_attn.kernels.moe.types import ExpertGroups, ExpertsPass, ExpertStack, HashRouting, HostExperts
 
 _SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
 
@@ -39,24 +39,17 @@ def check_route(
         check("the token ids of hash routing", hashed.token_ids, (len(x),), rows=True)
 
 
-def check_experts(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    stacks: tuple[ExpertStack, ExpertStack, ExpertStack],
-    group: int,
-    add: Tensor | None,
-    slots: ExpertSlots | None = None,
-) -> None:
-    """Raises ValueError: arguments of `moe_experts` that do not fit; ``group``: of FP8 weights."""
-    check("rows of slots", None if slots is None else slots.rows, ("E",), torch.int32, contiguous=True)
+def check_experts(arguments: ExpertsPass) -> None:
+    """Raises ValueError: arguments of `moe_experts` that do not fit."""
+    x, experts, weights, *stacks = arguments[:6]
+    w1, group = arguments.w1, arguments.input_format.group
+    check("rows of slots", arguments.rows, ("E",), torch.int32, contiguous=True)
     check("x", x, ("T", "D"), FLOATS)
     check("experts", experts, (len(x), "k"), INTS)
     check("weights", weights, experts.shape, torch.float32)
-    check("add", add, x.shape)
-    w1, w3, w2 = stacks
+    check("add", arguments.add, x.shape)
     E, inner, _ = w1.weight.shape
-    for stack, rows in ((w1, inner), (w3, inner), (w2, x.shape[1])):
+    for stack, rows in zip(stacks, (inner, inner, x.shape[1]), strict=True):
         _check_stack(stack, E, rows, x, group)
     formats = [stack.format for stack in stacks]
     widths = [stack.weight.shape[2] * (2 if stack.format == "fp4" else 1) for stack in stacks]

@@ -109,20 +109,19 @@ def moe_experts(
     num_routed: int | None = None, add_ready: torch.cuda.Event | None = None, slots: ExpertSlots | None = None,
 ) -> Tensor:  # fmt: skip
     """See `kernels.moe.moe_experts`."""
-    stacks = w1, w3, w2
-    check_experts(x, experts, weights, stacks, input_format.group, add, slots)
-    T, D = x.shape
+    call = ExpertsPass(
+        x, experts, weights, w1, w3, w2, float(limit), weigh_output, input_format, add, add_ready, slots, out=x
+    )
+    check_experts(call)
     if add is not None and add.stride(1) != 1:
         add = add.contiguous()
-    out = torch.empty(T, D, dtype=torch.float32 if add is None else x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.float32 if add is None else x.dtype, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
     experts, weights = experts.contiguous(), weights.contiguous()
-    for start in range(0, T, PASS_TOKENS):
+    for start in range(0, len(x), PASS_TOKENS):
         part = slice(start, start + PASS_TOKENS)
-        arguments = ExpertsPass(
-            x[part], experts[part], weights[part], *stacks, float(limit), weigh_output, input_format,
-            None if add is None else add[part], add_ready, slots, out[part],
-        )  # fmt: skip
+        added = None if add is None else add[part]
+        arguments = call._replace(x=x[part], experts=experts[part], weights=weights[part], add=added, out=out[part])
         launch(plan_experts(ExpertsProblem.of(arguments, num_routed), gpu(x.device)), arguments)
     return out
 
@@ -272,8 +271,7 @@ def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream
 
 
 def _fetch_plan(cache: HostExperts) -> FetchPlan:
-    aligned = cache.gates.aligned and cache.outputs.aligned
-    return plan_fetch(FetchProblem(len(cache.row), aligned), gpu(cache.row.device))
+    return plan_fetch(FetchProblem(len(cache.row)), gpu(cache.row.device))
 
 
 def _copy_parts(plan: FetchPlan, cache: HostExperts, parts: CopiedParts) -> None:
@@ -303,8 +301,7 @@ def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
 
 def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor, fetch: bool) -> None:
     """Launches the program that counts uses and, with ``fetch``, lists the experts to copy, with their rows."""
-    E, pairs = len(cache.row), experts.numel()
-    warps = plan.choose.config.warps
+    E, pairs, block = len(cache.row), experts.numel(), plan.choose.config
     choose_rows_kernel[(1,)](
         experts,
         CacheState(cache.row, cache.owner, cache.uses, cache.found, cache.moves, cache.num_moves, cache.totals),
@@ -315,8 +312,8 @@ def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor, fetch: bo
         E=E,
         BINS=next_power_of_2(E + 1),
         ROWS=next_power_of_2(E),
-        BLOCK=plan.choose.config.size,
+        BLOCK=block.size,
         FETCH=fetch,
         enable_fp_fusion=True,
-        **launch_options(warps, plan.pdl),
+        **launch_options(block.warps, plan.pdl),
     )

@@ -234,10 +234,9 @@ class ExpertsPlan:
 
 @dataclass(frozen=True)
 class FetchProblem:
-    """A layer of ``experts``, of which some are copied; aligned: in words of 16 bytes."""
+    """A layer of ``experts``, of which some are copied."""
 
     experts: int
-    aligned: bool
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.kernels.common.norm_rope import rms_norm
-from deepseek_attn.kernels.common.quant import InputFormat, encode_e8m0, quantize_fp4_weight, quantize_fp8_block
+from deepseek_attn.kernels.common.quant import InputFormat, encode_e8m0, quantize_fp4, quantize_fp8_block
 from deepseek_attn.kernels.linear.formats import quantized_input
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import GroupedLinear, Linear, join_weights, multi_linear
@@ -37,7 +37,7 @@ def fp8_weight(out_features, in_features):
 
 def fp4_weight(out_features, in_features):
     """(packed bytes, e8m0 bytes, values in float64 by the definition of the format)."""
-    packed, scale = quantize_fp4_weight(torch.randn(out_features, in_features))
+    packed, scale = quantize_fp4(torch.randn(out_features, in_features))
     byte = encode_e8m0(scale)
     values = torch.empty(out_features, in_features, dtype=torch.float64)
     for i in range(out_features):

@@ -13,7 +13,7 @@ from deepseek_attn.kernels.common.quant import (
     dequantize_fp8_block,
     encode_e8m0,
     fake_quant_fp8,
-    quantize_fp4_weight,
+    quantize_fp4,
     quantize_fp8_block,
 )
 from deepseek_attn.kernels.moe.reference import swiglu
@@ -179,7 +179,7 @@ def load(module, fmt):
             weight, scale = quantize_fp8_block(master)
             values[name] = dequantize_fp8_block(weight, scale)
         elif fmt == "fp4":
-            weight, scale = quantize_fp4_weight(master)
+            weight, scale = quantize_fp4(master)
             values[name] = dequantize_fp4(weight, scale)
             scale = encode_e8m0(scale)
         else:

@@ -59,8 +59,8 @@ STATED = {
     ],
     "collectives.exchange": [RowsProblem(4096)],  # several ranks
     # experts in host memory
-    "moe.cache_rows": [FetchProblem(256, True)],
-    "moe.copies": [FetchProblem(256, True)],
+    "moe.cache_rows": [FetchProblem(256)],
+    "moe.copies": [FetchProblem(256)],
     # V4.1 at lengths from which candidate blocks limit the selection
     "indexer.candidate_scores": [ScoresProblem(4, 1, 16384, 64, 128, "fp8", exact) for exact in (False, True)],
     "indexer.blocks": [RowsProblem(4, 512)],

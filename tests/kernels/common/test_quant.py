@@ -224,7 +224,7 @@ def test_dequantise_accepts_every_form_of_scale():
     x = torch.randn(6, 256, generator=torch.Generator().manual_seed(2))
     for quantise, dequantise in (
         (lambda v: quant.quantize_fp8(v, 128), lambda q, s: quant.dequantize_fp8(q, s, 128)),
-        (quant.quantize_fp4_weight, quant.dequantize_fp4),
+        (quant.quantize_fp4, quant.dequantize_fp4),
         (quant.quantize_fp8_block, quant.dequantize_fp8_block),
     ):
         q, scale = quantise(x)
@@ -276,7 +276,7 @@ def test_merged_blocks_hold_the_same_values():
 def test_fp4_packs_the_even_column_in_the_low_nibble():
     w = torch.zeros(2, 64)
     w[0, 0], w[0, 1], w[1, 62], w[1, 63] = 6.0, -0.5, -12.0, 2.0
-    packed, scale = quant.quantize_fp4_weight(w)
+    packed, scale = quant.quantize_fp4(w)
     assert packed.shape == (2, 32)
     assert scale.tolist() == [[1.0, 2.0**-126], [2.0**-126, 2.0]]
     assert packed[0, 0] == 7 | 9 << 4
@@ -328,7 +328,6 @@ def test_errors_state_the_facts():
         (lambda: quant.dequantize_fp8_block(q, torch.ones(2, 1)), r"\[2, 1\].*\[1, 1\]"),
         (lambda: quant.dequantize_fp8_block(q.float(), torch.ones(1, 1)), "torch.float32"),
         (lambda: quant.quantize_fp8_block(torch.ones(3)), r"\[3\]"),
-        (lambda: quant.quantize_fp4_weight(torch.ones(64)), r"\[64\]"),
         (lambda: quant.hadamard(torch.ones(3, 12)), r"power-of-two.*\[3, 12\]"),
         (lambda: quant.decode_e8m0(torch.ones(3, dtype=torch.int32)), "torch.int32"),
         (lambda: quant.decode_e8m0(torch.ones(3, dtype=torch.int8)), "torch.int8"),
