@@ -19,6 +19,20 @@ from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.formats import FP8_GROUPS, Segment
 
 
+def _in_triton(segment: Segment) -> bool:
+    """Whether the Triton kernels compute with this weight, where it is."""
+    weight, scale = segment.weight, segment.scale
+    if not runs_triton(weight):
+        return False
+    if scale is None:
+        return weight.dtype in (torch.bfloat16, torch.float16)
+    return (
+        weight.dtype == torch.float8_e4m3fn
+        and scale.dtype == torch.float32
+        and segment.input_format.group in FP8_GROUPS
+    )
+
+
 def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None = None) -> list[Tensor]:
     """``x W^T`` for each segment, summed in float32 and rounded once.
 
@@ -81,6 +95,7 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | N
     return op(x, segments)
 
 
+@contract("linear", when=lambda o, segment, *_, **__: segment.scale is not None and _in_triton(segment))
 def grouped_linear(
     o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
 ) -> Tensor:
@@ -101,28 +116,18 @@ def grouped_linear(
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit; positions without cos_sin or the reverse.
     """
-    return _grouped(o, segment, groups, positions, cos_sin, False)[0]
+    ...
 
 
+@contract("linear", when=lambda o, segment, *_, **__: segment.scale is not None and _in_triton(segment))
 def grouped_linear_quantized(
     o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
 ) -> tuple[Tensor, QuantizedRows | None]:
     """`grouped_linear`, and ``quantize_input(output, pow2_scales)`` where that needs no further launch, else None."""
-    return _grouped(o, segment, groups, positions, cos_sin, True)
+    ...
 
 
-def _grouped(
-    o: Tensor, segment: Segment, groups: int, positions: Tensor | None, cos_sin: Tensor | None, quantize_output: bool
-) -> tuple[Tensor, QuantizedRows | None]:
-    if segment.scale is not None and _in_triton(segment):
-        from deepseek_attn.kernels.linear.linear import grouped_linear as op
-
-        return op(o, segment, groups, positions, cos_sin, quantize_output)
-    from deepseek_attn.kernels.linear import reference
-
-    return reference.grouped_linear(o, segment, groups, positions, cos_sin), None
-
-
+@contract("linear", when=lambda o, weight, scale, dtype: _in_triton(Segment(weight, scale)))
 def grouped_linear_of_quantized(
     o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, QuantizedRows | None]:
@@ -133,27 +138,7 @@ def grouped_linear_of_quantized(
         weight, scale: FP8 ``[groups * N, K]``, as in `Segment`, of groups of 128.
         dtype: of the output.
     """
-    if _in_triton(Segment(weight, scale)):
-        from deepseek_attn.kernels.linear.linear import grouped_linear_of_quantized as op
-
-        return op(o, weight, scale, dtype)
-    from deepseek_attn.kernels.linear import reference
-
-    return reference.grouped_linear_of_quantized(o, weight, scale, dtype), None
-
-
-def _in_triton(segment: Segment) -> bool:
-    """Whether the Triton kernels compute with this weight, where it is."""
-    weight, scale = segment.weight, segment.scale
-    if not runs_triton(weight):
-        return False
-    if scale is None:
-        return weight.dtype in (torch.bfloat16, torch.float16)
-    return (
-        weight.dtype == torch.float8_e4m3fn
-        and scale.dtype == torch.float32
-        and segment.input_format.group in FP8_GROUPS
-    )
+    ...
 
 
 def _in_torch(x: Tensor, segment: Segment, quantized: QuantizedRows | None) -> Tensor:

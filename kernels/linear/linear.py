@@ -59,10 +59,22 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | N
 
 
 def grouped_linear(
-    o: Tensor, segment: Segment, groups: int, positions: Tensor | None, cos_sin: Tensor | None,
-    quantize_output: bool = False,
-) -> tuple[Tensor, QuantizedRows | None]:  # fmt: skip
+    o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
+) -> Tensor:
+    """See `deepseek_attn.kernels.linear.grouped_linear`; for FP8 weights."""
+    return _grouped(o, segment, groups, positions, cos_sin, False)[0]
+
+
+def grouped_linear_quantized(
+    o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
+) -> tuple[Tensor, QuantizedRows | None]:
     """See `deepseek_attn.kernels.linear.grouped_linear_quantized`; for FP8 weights."""
+    return _grouped(o, segment, groups, positions, cos_sin, True)
+
+
+def _grouped(
+    o: Tensor, segment: Segment, groups: int, positions: Tensor | None, cos_sin: Tensor | None, quantize_output: bool
+) -> tuple[Tensor, QuantizedRows | None]:
     check("o", o, ("M", "H", "d"), FLOATS)
     M, H, d = o.shape
     if H % groups:

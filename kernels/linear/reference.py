@@ -60,8 +60,17 @@ def grouped_linear(
     return z.to(o.dtype).flatten(1)
 
 
-def grouped_linear_of_quantized(o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `deepseek_attn.kernels.linear.grouped_linear_of_quantized`."""
+def grouped_linear_quantized(
+    o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
+) -> tuple[Tensor, None]:
+    """See `deepseek_attn.kernels.linear.grouped_linear_quantized`; without quantised output."""
+    return grouped_linear(o, segment, groups, positions, cos_sin), None
+
+
+def grouped_linear_of_quantized(
+    o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, None]:
+    """See `deepseek_attn.kernels.linear.grouped_linear_of_quantized`; without quantised output."""
     groups, M, _ = o.values.shape
     x = dequantize_fp8(o.values.transpose(0, 1).flatten(1), o.scale, FP8_INPUT_GROUP).to(dtype)
-    return grouped_linear(x.view(M, groups, -1), Segment(weight, scale), groups)
+    return grouped_linear(x.view(M, groups, -1), Segment(weight, scale), groups), None

@@ -70,7 +70,7 @@ def input_projections(T: int) -> None:
 def output_projection(T: int) -> None:
     weight, scale = of(8192, 4096, dtype=FP8), of(64, 32, dtype=F32)
     segment = Segment(weight, scale, FP8_INPUT)
-    linear.grouped_linear(of(T, 64, 512), segment, 8, positions(T), of(*TABLE, dtype=F32), True)
+    linear.grouped_linear_quantized(of(T, 64, 512), segment, 8, positions(T), of(*TABLE, dtype=F32))
 
 
 def absorbed_queries(T: int) -> None:

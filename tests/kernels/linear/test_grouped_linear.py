@@ -34,11 +34,11 @@ def expected_linear(o, weight, scale, groups, positions=None, cos_sin=None, read
 
 
 def grouped_linear(o, weight, scale, groups, positions=None, cos_sin=None, read=UNQUANTIZED):
-    return ops.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin)[0]
+    return ops.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin)
 
 
 def grouped_linear_quantized(o, weight, scale, groups, positions, cos_sin, read):
-    return ops.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin, True)
+    return ops.grouped_linear_quantized(o, Segment(weight, scale, read), groups, positions, cos_sin)
 
 
 def table(positions, rope_dim):
