@@ -229,7 +229,8 @@ class Table(Generic[P]):
 
     def supports(self, row: Row[P], problem: P, gpu: GPU) -> bool:
         """Whether the kernel of a row can compute a problem."""
-        return self.kernels[row.kernel](problem, gpu)
+        supported = self.kernels[row.kernel]
+        return supported(problem, gpu)
 
     def candidates(self, problem: P, gpu: GPU) -> list[Row[P]]:
         """Rows whose kernel supports the problem, whatever their condition; none twice with one configuration."""
