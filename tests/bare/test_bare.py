@@ -143,6 +143,7 @@ def test_pipes_of_readme(tmp_path):
     assert any(layer["index"] for layer in layers)
 
 
+@pytest.mark.exhaustive
 def test_a_system_without_posix(tmp_path):
     """Text, plans and layers work; what needs limits of another process is refused, in one message."""
     wanted = [

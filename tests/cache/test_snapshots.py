@@ -26,7 +26,7 @@ CASES += [("v32", "official", 1), ("v41", "official", 3)]
 QUICK = [("mixed", "serving", 1), ("overlap", "exact", 3), ("v41", "exact", 1)]
 
 
-@pytest.mark.parametrize("past", [0, 2], ids=["at", "past"])
+@pytest.mark.parametrize("past", tiered([0, 2], [2]))
 @pytest.mark.parametrize(("family", "numerics", "blocks"), tiered(CASES, QUICK))
 def test_going_on_from_a_snapshot(family, blocks, numerics, past):
     """Bit for bit, MTP included, in poisoned memory, and after the snapshot's donor has gone on and ended.

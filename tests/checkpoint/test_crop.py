@@ -481,7 +481,8 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("number", tiered([signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_killed_while_it_writes(models, tmp_path, number):
     """Nothing is left by a request to end; what SIGKILL leaves is hidden, and gone after the next crop."""
     command = ["crop", "--model", str(models("v4")), "--out", str(tmp_path / "crop"), "--layers", "0-1"]

@@ -111,6 +111,7 @@ def test_its_drafts_are_often_right_and_leave_the_text_alone(plain, drafts):
         assert right / sum(reached.values()) > 0.4, (position, verifications)
 
 
+@pytest.mark.exhaustive
 def test_the_command_shows_what_drafts_save(capsys):
     args = ["generate", "--prompt", "She was", "--temperature", "0", "--max-tokens", "24", "--device", "cpu"]
     assert main(args) == 0

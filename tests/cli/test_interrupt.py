@@ -185,7 +185,8 @@ def test_a_signal_keeps_the_prompts_that_are_done(checkpoint, tmp_path, capsys, 
     assert out.read_text().splitlines() == lines
 
 
-@pytest.mark.parametrize("name", tiered(["SIGINT", "SIGTERM"], ["SIGINT"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_after_the_command_has_ended(name):
     """The interpreter shuts down in peace: exit callbacks run, and the exit code is that of the command."""
     script = f"""

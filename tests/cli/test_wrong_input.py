@@ -357,6 +357,7 @@ def test_a_file_that_cannot_be_written(checkpoint, place, capsys, monkeypatch):
     assert "'o.safetensors' cannot be written: no space left on device" in message
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("variables", "message"),
     [

@@ -251,6 +251,7 @@ def test_broken_logits_fail_alone(runner, monkeypatch):
     assert found[:2] + found[3:] == expected[:2] + expected[3:]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_drafts", tiered([1, 3], [3]))
 def test_drafts_over_persistent_tensors(runner, runs, num_drafts, monkeypatch):
     """The MTP layer's drafts, captured or not, are those of eager passes; the tokens are those without speculation."""

@@ -81,7 +81,7 @@ def test_more_completions_than_run_at_once(llm):
 OPTIONS_BESIDE = [{}, {"max_snapshots": 4}, {"max_rollback": 6}]
 
 
-@pytest.mark.parametrize("options", tiered(OPTIONS_BESIDE, OPTIONS_BESIDE[1:]), ids=str)
+@pytest.mark.parametrize("options", tiered(OPTIONS_BESIDE, OPTIONS_BESIDE[-1:]), ids=str)
 def test_drafts_and_snapshots(folder, expected, monkeypatch, options):
     runner = ModelRunner.from_pretrained(folder, max_num_seqs=4, **OPTIONS | options)
     texts = [ids + tokens for ids, found in zip(PROMPTS, expected, strict=True) for tokens in found]
@@ -134,7 +134,8 @@ def test_a_first_that_fails_leaves_the_prompt_to_the_others(llm, expected):
         assert leaked(llm.engine) == {}
 
 
-@pytest.mark.parametrize("every", tiered([1, 4], [4]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("every", [1, 4])
 def test_interrupted_where_the_prompt_is_shared(llm, expected, every):
     """Before every so many lines of the functions that share it: the same tokens come, and no page is lost."""
     engine, params = llm.engine, SamplingParams(**vars(PARAMS) | {"max_tokens": 2})

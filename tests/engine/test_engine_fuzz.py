@@ -170,7 +170,7 @@ SHARING = (
 )
 
 
-@pytest.mark.parametrize("variant", tiered(SHARING, ["all_short", "v32_short"]))
+@pytest.mark.parametrize("variant", tiered(SHARING, ["all_short"]))
 def test_completions_of_one_prompt(variant):
     """They share its pages, as far as there are any, and are cancelled, preempted and evicted like others."""
     fuzz = Fuzz(3, VARIANTS[variant], most_completions=6)

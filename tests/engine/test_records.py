@@ -96,7 +96,7 @@ def finish(engine: Engine, preempt_every: int = 0) -> None:
 WAYS = list(itertools.product(CONFIGS, [0, 2], [0, 3]))
 
 
-@pytest.mark.parametrize(("family", "drafts", "preempt_every"), tiered(WAYS, [("v4", 2, 3), ("v3.2", 0, 0)]))
+@pytest.mark.parametrize(("family", "drafts", "preempt_every"), tiered(WAYS, [("v4", 2, 3)]))
 def test_each_computed_token_has_one_row(family, drafts, preempt_every):
     """Prompts in chunks of a step that others share, decodes, drafts that are rejected, and tokens computed again."""
     runner = runner_of(family)
@@ -289,6 +289,7 @@ def test_cancelled_requests_leave_no_file(llm, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_iterations_record_and_replay(llm, tmp_path):
     expected = llm.generate(PROMPTS, greedy(5), **ALL)
     jobs = [
@@ -315,6 +316,7 @@ def test_replayed_caches_are_not_shared(llm):
     assert llm.generate([tokens], greedy(4))[0].token_ids == before.token_ids
 
 
+@pytest.mark.exhaustive
 def test_rows_of_other_tokens_are_not_replayed(llm):
     """Behind the prompt, rows count as long as the same tokens are generated."""
     plain = llm.generate([PROMPTS[0]], greedy(6), **ALL)[0]

@@ -302,7 +302,8 @@ def use_persistent_tensors(llm, monkeypatch) -> DecodeGraphs:
     return graphs
 
 
-@pytest.mark.parametrize("right", tiered([2, 3, 5], [2]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("right", [2, 3, 5])
 def test_decode_steps_over_persistent_tensors(llm, plain, right, monkeypatch):
     """What CUDA graphs replay, run eagerly: verifications of one to four tokens, padded to the longest of a step."""
     runner, graphs = llm.runner, use_persistent_tensors(llm, monkeypatch)

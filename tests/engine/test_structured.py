@@ -29,6 +29,7 @@ from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked, use_buckets
 from tests.support.interruptions import InterruptBefore
 from tests.support.requests import finish, greedy, prompt
+from tests.support.tiers import tiered
 
 pytest.importorskip("llguidance", reason="pip install 'deepseek-attn[structured]'")
 
@@ -107,7 +108,7 @@ def test_texts_are_of_their_structure(llm, expected):
     assert len(alone[0].token_ids) == len(expected[-1].token_ids) == 30
 
 
-@pytest.mark.parametrize(("buckets", "preempt"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("buckets", "preempt"), tiered([(False, True), (True, False)], [(False, True)]))
 def test_texts_with_drafts_are_the_same(folder, expected, monkeypatch, buckets, preempt):
     """Drafts of which some are wrong: matchers go on over them, and back."""
     runner = ModelRunner.from_pretrained(folder, **OPTIONS)
@@ -209,6 +210,7 @@ def test_what_the_runner_allows_is_what_logits_processing_leaves(llm, output):
 LONG = SamplingParams(temperature=0, max_tokens=5, regex="[a-z ]{300}")
 
 
+@pytest.mark.exhaustive
 def test_interrupted_before_any_line(llm, runner):
     """Ctrl-C at every stage: the next steps give the same tokens."""
     ids = [[max(token, 20) for token in prompt(length, length)] for length in (30, 12, 9)]
@@ -227,6 +229,7 @@ def test_interrupted_before_any_line(llm, runner):
 MASKING = structured, logits, allowed_tokens, graphs, decoding
 
 
+@pytest.mark.exhaustive
 def test_errors_before_any_line(llm, runner):
     """They end requests with a message, or none; the next request of the same LLM is right."""
     ids, engine = [25, 26, 27], llm.engine
@@ -397,6 +400,7 @@ def test_without_a_tokenizer_there_is_a_message(folder):
     assert "regex needs a tokenizer" in request.error
 
 
+@pytest.mark.exhaustive
 def test_on_the_command_line(folder, capsys, tmp_path):
     flags = ["generate", "--model", str(folder), "--device", "cpu", "--max-model-len", "400", "--token-ids", "5,6,7"]
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))

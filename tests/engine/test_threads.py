@@ -80,6 +80,7 @@ def test_tasks_of_an_event_loop(llm, nothing_left):
     assert asyncio.run(gather()) == [call() for call in calls(llm)[:4]]
 
 
+@pytest.mark.exhaustive
 def test_the_runner_and_its_layers_beside_requests(llm, nothing_left):
     """Steps of requests, scores, steps by hand and hidden states; the scratch memory and the caches are the same."""
     runner, x = llm.runner, torch.randn(70, llm.runner.config.hidden_size)

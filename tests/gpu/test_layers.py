@@ -92,6 +92,7 @@ def test_layers(report, machine, backend, name, monkeypatch):
 # one thing wrong at a time: each must be found
 
 
+@pytest.mark.exhaustive
 def test_mistakes_are_found(device, monkeypatch):
     """The oracle with one mistake finds the same in a right layer: one key, one entry, or positions."""
 

@@ -441,6 +441,7 @@ print("done")
 """
 
 
+@pytest.mark.exhaustive
 def test_runs_without_a_gpu_and_without_optional_packages(tmp_path):
     """A fresh process in which triton, FlashMLA, FlashInfer and transformers cannot be imported."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -475,6 +476,7 @@ print("done")
 """
 
 
+@pytest.mark.exhaustive
 def test_the_core_works_without_the_laboratory(tmp_path):
     """The library in a folder of its own, without ``lab``: models and commands run, and the others are one message."""
     package = tmp_path / "without-laboratory" / "deepseek_attn"

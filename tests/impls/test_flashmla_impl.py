@@ -180,7 +180,7 @@ def test_layers_of_one_ratio_with_and_without_indexer_have_schedules_of_their_ow
 
 @pytest.mark.parametrize(
     ("fake", "heads"),
-    tiered([("sgl", 4), ("upstream", 4), ("vllm", 4), ("sgl", 64)], [("sgl", 4), ("upstream", 4), ("vllm", 4)]),
+    tiered([("sgl", 4), ("upstream", 4), ("vllm", 4), ("sgl", 64)], [("vllm", 4)]),
     indirect=["fake"],
 )
 def test_every_attention_call_equals_the_reference(fake, heads):
@@ -244,6 +244,7 @@ def test_the_result_of_one_kernel_call_is_not_copied(fake, monkeypatch, lengths,
     assert (out.data_ptr() == results[0].data_ptr()) == (calls == 1)
 
 
+@pytest.mark.exhaustive
 def test_requests_that_share_no_workspace_write_to_one_tensor(fake):
     machine = runner([0, 4, 16], "flashmla", max_num_seqs=4)
     for layer in attention_layers(machine.model):

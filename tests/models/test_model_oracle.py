@@ -222,6 +222,7 @@ def test_drafts_of_short_prompts():
         assert_close(rows, required(reference.mtp_logits)[: len(rows)])
 
 
+@pytest.mark.exhaustive
 def test_what_transformers_saves_loads(tmp_path):
     """`save_pretrained` has names of its own (``attn.norm`` for the kv_norm) and its own spelling of the config."""
     config = ModelConfig.from_preset("tiny")

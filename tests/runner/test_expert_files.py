@@ -61,7 +61,7 @@ def formats(config) -> list[tuple[str, str]]:
     return [(numerics, dtype) for numerics in ("exact", "official") for dtype in stored]
 
 
-QUICK = [("v4", "official", "fp4"), ("v32", "exact", "fp8")]
+QUICK = [("v4", "official", "fp4")]
 CASES = [(family, *case) for family, make in FAMILIES.items() for case in formats(make()[0])]
 
 
@@ -104,7 +104,7 @@ def on_disk(directory, slots: int, **options):
     return LLM(directory, expert_memory="disk", expert_cache_bytes=size, **LIMITS | options)
 
 
-@pytest.mark.parametrize("speculate", [0, 2])
+@pytest.mark.parametrize("speculate", tiered([0, 2], [2]))
 def test_texts_are_the_same(directory, speculate):
     """From files, in batches with chunked prompts and the prefix cache; with drafts, whose layer has experts too."""
     shared = prompt(v4(), 70)
@@ -295,6 +295,7 @@ def resident_memory() -> int:
     return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
+@pytest.mark.exhaustive
 def test_memory_is_bounded(tmp_path):
     """Steps that read 200 MB of experts: a cache of 6 MB takes that much less memory than one of all experts."""
     if not Path("/proc/self/status").exists():

@@ -38,7 +38,7 @@ H200 = GPU((9, 0), 132)
 DATA = Path(__file__).parents[2] / "docs" / "data"
 TINY = {"max_model_len": 300, "max_num_seqs": 3, "max_num_batched_tokens": 50}
 SERVED = {"numerics": "serving", "dtype": "bfloat16", "device": "cpu"}
-FAMILIES = tiered(["tiny", "tiny_v32", "tiny_v41"], ["tiny", "tiny_v32"])
+FAMILIES = tiered(["tiny", "tiny_v32", "tiny_v41"], ["tiny_v32"])
 
 
 def small_config(preset: str) -> AnyConfig:
@@ -156,6 +156,7 @@ def test_parts_add_up_and_nothing_is_left_behind():
     assert active_mode.get() is None
 
 
+@pytest.mark.exhaustive
 def test_ranks_share_weights_and_steps():
     config = v4_config()
     one, two, dp = (
@@ -166,6 +167,7 @@ def test_ranks_share_weights_and_steps():
     assert min(two.graphs, dp.graphs) > 0
 
 
+@pytest.mark.exhaustive
 def test_a_drafter_is_counted():
     """Its weights, its windows, and blocks of all sequences, which are more tokens than a step has."""
     config, limits = tiny_for_kernels().replace(**FOUR_LAYERS, engram_num_embeddings=[660]), (20, 8, 8)

@@ -50,6 +50,7 @@ def test_more_than_the_gpu_has_waits_for_all_of_it(ask):
     assert ask(2, 99.0)
 
 
+@pytest.mark.exhaustive
 def test_a_dead_process_gives_back_what_it_had(tmp_path):
     budget = Budget(tmp_path / "budget.json", 10.0)
     program = "import sys; from pathlib import Path; from tests.support.gpu_memory import Budget; "

@@ -189,6 +189,7 @@ def test_the_model_of_v32_equals_transformers():
     golden.compare(fixture, ops)
 
 
+@pytest.mark.exhaustive
 def test_the_model_of_v41_equals_formulas_written_out():
     fixture, (config, source) = golden.load("v41_model"), model_of("v41")
     golden.compare(fixture, {"logits": oracle_of(config, source)(fixture.inputs["token_ids"].tolist())})

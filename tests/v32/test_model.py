@@ -92,7 +92,8 @@ MISTAKES = ["interleaved indexer rope", "last channels", "half-split mla rope", 
 MISTAKES += ["group max", "zero masked groups", "biased weights", "relu after weight", "embedding half last"]
 
 
-@pytest.mark.parametrize("mistake", tiered(MISTAKES, ["zero masked groups"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_known_mistakes_would_show(tiny, naive, mistake):
     """Each is a bug that an implementation had; only the formulas without it match transformers (or, for MTP, us)."""
     source = negative_bias(tiny.source) if mistake == "zero masked groups" else tiny.source
@@ -151,7 +152,7 @@ def random_config(seed: int) -> DeepseekV32Config:
     return small(**changes, **indexer)
 
 
-@pytest.mark.parametrize("seed", tiered(range(15), range(5)))
+@pytest.mark.parametrize("seed", tiered(range(15), range(3)))
 def test_random_configs(seed):
     config = random_config(seed)
     source = RandomSource(config, seed)
@@ -204,7 +205,7 @@ def model_type(request) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("chunk", tiered([1, 2, 7, 64, 65, 100], [1, 65]))
+@pytest.mark.parametrize("chunk", tiered([1, 2, 7, 64, 65, 100], [7]))
 def test_chunks_equal_one_prefill(model_type, chunk):
     config = small(model_type)
     runner = make_runner(config)
@@ -213,7 +214,7 @@ def test_chunks_equal_one_prefill(model_type, chunk):
     assert_close(runner.score([tokens], chunk_size=chunk)[0], runner.score([tokens])[0])
 
 
-@pytest.mark.parametrize("seed", tiered(range(4), range(2)))
+@pytest.mark.parametrize("seed", tiered(range(4), [0]))
 def test_ragged_batches_equal_prompts_alone(model_type, seed):
     """Chunks of random sizes, in random company, decodes beside prefills."""
     config, draw = small(model_type), random.Random(seed)

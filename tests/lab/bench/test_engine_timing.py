@@ -29,10 +29,10 @@ from deepseek_attn.lab.training.text import sample_text
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
-from tests.support.tiers import tiered
 
 
-@pytest.mark.parametrize(("preset", "layers"), tiered([("tiny", 3), ("tiny_v32", 2)], [("tiny_v32", 2)]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("preset", "layers"), [("tiny", 3), ("tiny_v32", 2)])
 def test_rows_of_an_engine(preset, layers, device):
     config = cut_config(ModelConfig.from_pretrained(preset), layers)
     runner = ModelRunner.from_config(config, device=device, max_model_len=64, max_num_seqs=2)
@@ -171,6 +171,7 @@ def test_replays_are_kept_in_order_and_only_in_the_context(monkeypatch):
     assert done == ["a", "b", "c"]
 
 
+@pytest.mark.exhaustive
 def test_command_on_random_weights(capsys):
     args = "bench engine --device cpu --model tiny_v32 --layers 1 --experts 16 --batch 1,2 --drafts 2 --prompt 20"
     assert main([*args.split(), "--tokens", "8", "--repeats", "1", "--eager"]) == 0

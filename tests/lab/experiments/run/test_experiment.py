@@ -203,6 +203,7 @@ def test_contexts_without_times_are_named(tmp_path, time_up_to, said):
         assert (said in text) if said else ("timed: time_up_to" not in text)
 
 
+@pytest.mark.exhaustive
 def test_a_failed_part_is_named_and_the_rest_is_done(tmp_path, capsys):
     file = experiment(
         tmp_path, variants=[{"schedule": "0,4*"}], checkpoint={"model": "tiny", "max_tokens": 40},

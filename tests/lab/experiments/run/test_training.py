@@ -96,6 +96,7 @@ def test_a_state_of_other_inputs_is_dropped_and_a_file_of_another_writer_stays(t
     assert place.read_bytes() == b"x"
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_some_minutes_says_what_is_left(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("deepseek_attn.lab.experiments.run.run.WorkerPool", PoolHere)
     experiment(tmp_path, seeds=[0], train=TRAIN | {"tasks": {"needle": {"symbols": 8}}})
