@@ -54,7 +54,7 @@ COMMANDS = {
     "experiment report experiment.json --out results": "",
 }
 # What only computes longer, in `make test-all` alone: other tests draw and time nothing without matplotlib.
-LONG = ("bench engine", "bench structured", "experiment", "train")
+LONG = ("bench engine", "bench model", "bench structured", "experiment", "train", "plan --model v4_flash --memory")
 SMOKE = json.loads((ROOT / "configs" / "experiments" / "smoke.json").read_text(encoding="utf-8"))
 EXPERIMENT = {
     **{key: SMOKE[key] for key in ("name", "title", "base", "base_changes", "device")},

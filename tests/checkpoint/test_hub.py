@@ -221,9 +221,21 @@ def test_no_such_repository(hub):
         ("plan --model {} --json", '"per_token"'),
         ("score --model {} --token-ids ids.json --out logits.safetensors --layers 1 --max-model-len 64", "1 sequences"),
         ("generate --model {} --prompt abc --max-tokens 2 --max-model-len 64", ""),
-        ("bench layer --model {} --context 64 --batch 1 --repeats 1", '"benchmark": "layer"'),
-        ("bench model --model {} --context 64 --batch 1 --repeats 1", '"benchmark": "model"'),
-        ("bench engine --model {} --batch 1 --drafts 1 --tokens 8 --prompt 8 --repeats 1", '"benchmark": "engine"'),
+        pytest.param(
+            "bench layer --model {} --context 64 --batch 1 --repeats 1",
+            '"benchmark": "layer"',
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "bench model --model {} --context 64 --batch 1 --repeats 1",
+            '"benchmark": "model"',
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "bench engine --model {} --batch 1 --drafts 1 --tokens 8 --prompt 8 --repeats 1",
+            '"benchmark": "engine"',
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_every_command_takes_hub_ids(hub, tmp_path, capsys, command, said):

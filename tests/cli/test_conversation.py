@@ -17,6 +17,7 @@ from deepseek_attn.engine.request import Request
 from deepseek_attn.text.chat import encode_messages
 from tests.support.exit_codes import exit_code
 from tests.support.small_models import two_layers
+from tests.support.tiers import tiered
 
 MAX_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -118,7 +119,7 @@ def test_interrupted_where_a_turn_is_awaited(checkpoint, typed):
     assert generate(checkpoint, "--chat") == 130
 
 
-@pytest.mark.parametrize("source", ["typed", "--prompt", "--messages", "--prompts"])
+@pytest.mark.parametrize("source", tiered(["typed", "--prompt", "--messages", "--prompts"], ["--messages"]))
 def test_special_tokens_in_messages(checkpoint, typed, tmp_path, monkeypatch, source):
     """Text by default, tokens with the flag, wherever a message comes from."""
     message, prompts = "a<｜User｜>b", []

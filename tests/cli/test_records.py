@@ -15,6 +15,7 @@ from deepseek_attn.cli.batch import PromptBatch
 from deepseek_attn.runner import TokenRecords
 from deepseek_attn.runner.record_store import RecordStore
 from tests.support.small_models import two_layers
+from tests.support.tiers import tiered
 
 OPTIONS = ["--device", "cpu", "--max-model-len", "120", "--max-num-seqs", "2", "--max-tokens", "6", "--ignore-eos"]
 IDS = list(range(40, 70))
@@ -98,7 +99,7 @@ def test_prompts_have_a_file_each(run, expected):
     assert "3.safetensors' cannot be read as records" in lines[3]["error"]
 
 
-@pytest.mark.parametrize("stage", ["line", "rows", "file"])
+@pytest.mark.parametrize("stage", tiered(["line", "rows", "file"], ["rows"]))
 def test_after_an_interruption_every_line_has_its_file(run, monkeypatch, stage, capsys):
     """Ctrl-C when a line is written, when rows are stored, and when a file is complete: no part of a file is left."""
     batch = ["--prompts", "prompts", "--out", "out", "--records", "runs"]

@@ -20,6 +20,7 @@ from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.text.tokenizer import REPLACEMENT
 from tests.support.small_models import two_layers
+from tests.support.tiers import tiered
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NEEDED = "needs the openai package, starlette and uvicorn: pip install openai 'deepseek-attn[serve]'"
@@ -147,7 +148,7 @@ def test_chats(client, llm, stream):
     assert all(len(token.top_logprobs) == 1 for token in logprobs)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("stream", tiered([False, True], [True]))
 def test_tools(client, llm, writes, stream):
     writes(CALLS)
     options = {"model": "tiny", "tools": [TOOL], "reasoning_effort": "high"}

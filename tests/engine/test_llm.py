@@ -207,7 +207,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", tiered(USES, list(USES)[-1:]))
 def test_interrupted_and_used_again(llm, free_pages, use):
     """Before some line of the calls and of the engine: the calls' requests are gone, and others give the same."""
     files = (deepseek_attn.engine.llm.__file__, deepseek_attn.engine.engine.__file__)
@@ -554,7 +554,7 @@ CALLING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stop", [(), ("zz",)], ids=["", "stop-strings"])
+@pytest.mark.parametrize("stop", [pytest.param((), marks=pytest.mark.exhaustive), ("zz",)], ids=["", "stop-strings"])
 def test_tool_calls(llm, stop):
     """Whole and streamed, and back into the next prompt; markup that is spelled in ordinary tokens is text."""
     params = replace(GREEDY, max_tokens=500, stop=stop, ignore_eos=True)

@@ -151,6 +151,7 @@ def test_tokens_of_kept_prefixes_are_computed(runner):
     assert len(again.records) == len(tokens) + 1
 
 
+@pytest.mark.exhaustive
 def test_each_completion_of_a_prompt_has_its_rows(runner):
     engine = Engine(runner)
     request = submit(engine, prompt(11), 4, n=2, temperature=1.0, seed=3)
@@ -348,6 +349,7 @@ def test_numpy_arrays_and_some_layers_are_enough(llm):
     assert_same(llm.generate([PROMPTS[0]], greedy(2), replay=given, **ALL)[0].records, plain.records)
 
 
+@pytest.mark.exhaustive
 def test_the_last_row_of_a_text_may_be_missing(llm):
     """A trainer scores the whole text of a request, whose last token was never computed."""
     done = llm.generate([PROMPTS[0]], greedy(6), **ALL)[0]

@@ -166,7 +166,8 @@ def test_results_are_read_while_the_next_step_runs(runner, runs, expected, monke
     finish(engine)
 
 
-@pytest.mark.parametrize("drafts", tiered([1, 3], [3]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("drafts", [1, 3])
 def test_a_request_that_stops_leaves_the_others(runner, runs, expected, drafts, monkeypatch):
     texts = [p + tokens for p, tokens in zip(PROMPTS, expected, strict=True)]
     draft_from(monkeypatch, runner, texts, RIGHT["some"])
@@ -184,6 +185,7 @@ def test_a_request_that_stops_leaves_the_others(runner, runs, expected, drafts, 
     assert engine_steps == ran < 16
 
 
+@pytest.mark.exhaustive
 def test_others_come_and_go(runner, runs, expected, monkeypatch):
     texts = [p + tokens for p, tokens in zip(PROMPTS, expected, strict=True)]
     draft_from(monkeypatch, runner, texts, RIGHT["some"])

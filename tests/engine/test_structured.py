@@ -284,18 +284,23 @@ def test_a_response_format_restricts_the_answer(chats):
     completion = chats.chat(HI, DRAWN, response_format=FORMAT)
     assert completion.finish_reason == "stop"
     check_json(json.loads(completion.answer))
+    own = chats.chat(HI, replace(DRAWN, choices=("yes",)), response_format=FORMAT)
+    assert own.answer == "yes"
+
+
+@pytest.mark.exhaustive
+def test_a_response_format_restricts_streams_and_chats_with_tools(chats):
+    completion = chats.chat(HI, DRAWN, response_format=FORMAT)
     assert "".join(chats.chat(HI, DRAWN, response_format=FORMAT, stream=True)) == completion.text
     assert chats.chat(HI, DRAWN, response_format=FORMAT, tools=[TOOL], tool_choice="none").text == completion.text
     begun = chats.chat(HI, replace(DRAWN, max_tokens=20), response_format={"type": "json_object"})
     assert begun.answer.lstrip()[:1] in ("{", "")
-    own = chats.chat(HI, replace(DRAWN, choices=("yes",)), response_format=FORMAT)
-    assert own.answer == "yes"
 
 
 @pytest.mark.parametrize(
     ("messages", "options"),
     [
-        (HI, {"response_format": {"type": "text"}}),
+        pytest.param(HI, {"response_format": {"type": "text"}}, marks=pytest.mark.exhaustive),
         (
             HI,
             {
@@ -306,8 +311,8 @@ def test_a_response_format_restricts_the_answer(chats):
             },
         ),
         (HI, {"tools": [TOOL]}),
-        ([{"role": "system", "content": "s", "tools": [TOOL]}, *HI], {}),
-        ([*HI, {"role": "assistant", "content": "{", "prefix": True}], {}),
+        pytest.param([{"role": "system", "content": "s", "tools": [TOOL]}, *HI], {}, marks=pytest.mark.exhaustive),
+        pytest.param([*HI, {"role": "assistant", "content": "{", "prefix": True}], {}, marks=pytest.mark.exhaustive),
         ([*HI, {"role": "assistant", "content": "{"}], {"continue_final_message": True}),
     ],
     ids=["text", "not strict", "tools", "tools of a message", "prefix", "continued"],

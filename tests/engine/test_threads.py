@@ -73,6 +73,7 @@ def test_each_call_returns_its_own(llm, nothing_left):
     assert together(*calls(llm)) == alone
 
 
+@pytest.mark.exhaustive
 def test_tasks_of_an_event_loop(llm, nothing_left):
     async def gather() -> list:
         return await asyncio.gather(*(asyncio.to_thread(call) for call in calls(llm)[:4]))
@@ -137,6 +138,7 @@ def test_streams_and_devices_of_the_threads(device):
             assert together(*map(on_its_stream, calls(llm))) == alone
 
 
+@pytest.mark.exhaustive
 def test_threads_take_turns_at_one_stream(llm, nothing_left):
     """Each piece is read by another thread, beside requests of others."""
     with ThreadPoolExecutor(3) as pool:

@@ -456,6 +456,7 @@ class OnTheInterface(DeepseekV4ReferenceSparseImpl):
         )[0]
 
 
+@pytest.mark.exhaustive
 def test_a_model_on_the_interface_computes_the_same_bits():
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "num_attention_heads": 4}
     config = small_config([0, 4, 16], **sizes)

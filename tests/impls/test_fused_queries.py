@@ -49,6 +49,7 @@ def test_the_same_logits():
     assert not {("layers.0", True), ("layers.2", True)} & set(Fused.calls)
 
 
+@pytest.mark.exhaustive
 def test_not_in_other_steps():
     """Prompts, formats that the output projection does not read, and impls with a `forward_mqa` of their own."""
     assert len(scored(Fused, fp8_mode="separate")) == len(PROMPTS)

@@ -39,7 +39,10 @@ class Other(DeepseekV4ReferenceSparseImpl):
         return super().attend_rows(*args)
 
 
-@pytest.mark.parametrize(("decode", "prefill", "called"), [(Other, None, {"pages"}), (None, Other, {"rows"})])
+@pytest.mark.parametrize(
+    ("decode", "prefill", "called"),
+    [pytest.param(Other, None, {"pages"}, marks=pytest.mark.exhaustive), (None, Other, {"rows"})],
+)
 def test_each_phase_has_its_impl(decode, prefill, called):
     reference, Other.calls = DeepseekV4ReferenceSparseImpl, []
     impl = combine_phases(decode or reference, prefill or reference)

@@ -59,7 +59,7 @@ def test_tiny_equals_transformers(tiny, length):
     assert_close(tiny.scores[length], reference.logits[:length])
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", tiered([0, 1], [1]))
 def test_tiny_choices_equal_transformers(tiny, which):
     reference = tiny.references[which]
     with recorded_choices(tiny.runner) as found:
@@ -126,7 +126,7 @@ def random_config(seed: int) -> tuple[ModelConfig, str | None]:
     return ModelConfig.from_preset("tiny").replace(**changes), experts
 
 
-@pytest.mark.parametrize("seed", tiered(range(14), range(3)))
+@pytest.mark.parametrize("seed", tiered(range(14), [1]))
 def test_random_configs_equal_transformers(seed):
     config, experts = random_config(seed)
     source = RandomSource(config, seed, expert_dtype=experts)

@@ -25,6 +25,7 @@ from tests.support.oracle_transformers import TransformersOracle
 from tests.support.oracle_v32 import TransformersV32Oracle
 from tests.support.oracle_v41 import V41Oracle
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
+from tests.support.tiers import tiered
 from tests.support.typed import required
 from tests.support.v32_cases import small
 
@@ -59,7 +60,7 @@ def case_of(name: str) -> Case:
     return Case(name)
 
 
-@pytest.fixture(params=["v4", "v3.2", "v4.1"])
+@pytest.fixture(params=tiered(["v4", "v3.2", "v4.1"], ["v4.1"]))
 def case(request) -> Case:
     return case_of(request.param)
 

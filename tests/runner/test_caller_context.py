@@ -213,7 +213,8 @@ def entries() -> Iterator[dict[str, Callable[[], list[Tensor]]]]:
 ENTRIES = ["V4", "V3.2", "V3", "V4.1", "layers of V4", "layers of V3.2", "V4, built", "V3.2, built", "V4.1, built"]
 ENTRIES += ["flash_mla_sparse_fwd", "sparse decode", "dense decode", "LLM", "tiny values"]
 WHILE_BUILT = ("bfloat16", "float64", "device context", "default device", "inference mode")
-QUICK = [("V4, built" if context in WHILE_BUILT[2:] else "V4", context) for context in CONTEXTS]
+SINGLY = ("float64", "autocast", "inference mode", "default device", "medium", "flushed denormals", "function mode")
+QUICK = [("V4, built" if context in WHILE_BUILT[2:] else "V4", context) for context in SINGLY]
 QUICK += [("tiny values", "flushed denormals")]
 QUICK += product([name for name in ENTRIES if name not in ("V3", "V3.2, built", "V4.1, built")], ["all at once"])
 CASES = [case for case in product(ENTRIES, CONTEXTS) if case in QUICK or case[1] not in ALONE]

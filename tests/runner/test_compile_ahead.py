@@ -264,6 +264,7 @@ def test_the_marker_depends_on_what_changes_compilation(monkeypatch, variable, v
     assert request.marker() != marker
 
 
+@pytest.mark.exhaustive
 def test_warming_up_leaves_sequences_alone():
     with ModelRunner.from_config(two_layers(), max_model_len=40, max_num_seqs=2, max_num_batched_tokens=5) as runner:
         first, tokens = runner.sequence([1, 2, 3, 4, 5]), [1, 2, 3, 4, 5, 6]

@@ -63,7 +63,7 @@ FAMILIES = ["v4", "v41"]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "chunks", tiered([[1], [2, 1], [8], [9], [10], [5, 1, 1, 7], [30]], quick=[[10], [5, 1, 1, 7]]), ids=str
+    "chunks", tiered([[1], [2, 1], [8], [9], [10], [5, 1, 1, 7], [30]], quick=[[5, 1, 1, 7]]), ids=str
 )
 def test_drafts_are_those_of_the_brute_force(family, chunks):
     runner, tokens = runner_of(family), prompt(config_of(family), sum(chunks), seed=3)

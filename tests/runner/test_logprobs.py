@@ -141,7 +141,7 @@ def test_token_logprobs():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", tiered([False, True], [True]))
 def test_a_step_in_any_order(deterministic, graphs, monkeypatch):
     """A prompt before decodes, which the step computes first; each sequence with log-probabilities of its own."""
     config, texts = deterministic.config, []

@@ -21,7 +21,8 @@ from tests.support.small_models import assert_close, prompt
 from tests.support.tiers import tiered
 
 
-@pytest.mark.parametrize("start", tiered([1, 56, 74, 118, 184], [118]), ids=lambda start: f"from{start}")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("start", [1, 56, 74, 118, 184], ids=lambda start: f"from{start}")
 def test_truncate_to_every_length(start):
     """One sequence per length: decode 16 tokens past ``start``, go back, continue with other tokens.
 
@@ -74,7 +75,7 @@ def test_truncate_bit_for_bit(length, numerics):
     assert torch.equal(torch.cat(logits), expected[length:])
 
 
-@pytest.mark.parametrize("length", [0, 1, 60, 119])
+@pytest.mark.parametrize("length", tiered([0, 1, 60, 119], [60]))
 def test_truncate_beyond_the_rollback(length):
     runner = shared_runner(MIXED)
     tokens, suffix = prompt(runner.config, 136, seed=4), prompt(runner.config, 9, seed=5)

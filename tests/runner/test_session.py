@@ -46,7 +46,9 @@ def alone(session: LayerSession, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("layers", [(1,), (0, 2, 1)], ids=["one_layer", "three_layers"])
+@pytest.mark.parametrize(
+    "layers", [pytest.param((1,), marks=pytest.mark.exhaustive), (0, 2, 1)], ids=["one_layer", "three_layers"]
+)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_any_batch_in_any_order_is_each_sequence_alone(family, layers):
     """Prompts before decodes, chunks of every size; with several layers, hidden states of each."""

@@ -34,6 +34,7 @@ OTHERS = [(kind, dtype, name) for kind in LAYERS for dtype, name in (("bfloat16"
 OTHERS += [(kind, "float32", "official") for kind in LAYERS]
 
 
+@pytest.mark.exhaustive
 def test_the_example(capsys):
     """``python -m deepseek_attn.testing``, which README shows."""
     runpy.run_path(str(EXAMPLE), run_name="__main__")
@@ -196,6 +197,7 @@ def test_a_layer_that_does_not_exist():
         layer_reference(V32, RandomSource(V32, 0), 9)
 
 
+@pytest.mark.exhaustive
 def test_importing_it_needs_no_pytest_and_no_transformers():
     def reached(start: str) -> set[str]:
         """Read file by file: of the library's files it needs about a third."""

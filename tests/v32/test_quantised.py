@@ -20,7 +20,7 @@ from tests.support.typed import required
 from tests.support.v32_cases import make_runner, recorded, small
 
 
-@pytest.fixture(params=["deepseek_v32", "deepseek_v3"])
+@pytest.fixture(params=tiered(["deepseek_v32", "deepseek_v3"], ["deepseek_v32"]))
 def model_type(request) -> str:
     return request.param
 
@@ -57,7 +57,7 @@ def test_quantised_numerics_round_where_they_say(model_type, numerics):
     assert distance(drafts[0], required(rounded.mtp_logits)) < 0.02
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", tiered(["float32", "bfloat16"], ["bfloat16"]))
 @pytest.mark.parametrize("widths", [(128, 128, 128), (128, 256, 256), (64, 128, 128)])
 def test_absorbed_weights_stay_fp8_where_kernels_read_it(monkeypatch, widths, dtype):
     """Equal to the bit to what dequantised ones give; blocks that lie in keys and values alike are dequantised."""
@@ -89,7 +89,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("numerics", ["official", "serving"])
+@pytest.mark.parametrize("numerics", tiered(["official", "serving"], ["serving"]))
 def test_quantised_selection(numerics):
     """The first layer's selection of tokens with the same quantisation: equal except for a few near-ties."""
     config = small()
@@ -104,7 +104,7 @@ def test_quantised_selection(numerics):
     assert (chosen & exact).sum() / exact.sum() < 0.995
 
 
-@pytest.mark.parametrize("numerics", ["official", "serving"])
+@pytest.mark.parametrize("numerics", tiered(["official", "serving"], ["serving"]))
 def test_quantised_bfloat16_models_stay_near_exact_ones(model_type, numerics):
     config = small(model_type, n_group=1, topk_group=1, num_experts_per_tok=8)
     source, tokens = RandomSource(config, 0), prompt(config, 12)

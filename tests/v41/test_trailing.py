@@ -476,6 +476,7 @@ def test_preemption():
         assert_same([request.completion() for request in requests], expected_completions()[:2])
 
 
+@pytest.mark.exhaustive
 def test_several_completions_share_a_prompt():
     first = shared_prompts()[1]
     params = {"n": 3, "seed": 3, "temperature": 1.0}
@@ -514,6 +515,7 @@ def test_records_and_scores_beside_other_prompts():
     assert_close(rows, reference.score([prompts[1]])[0][-1:], 1e-4)
 
 
+@pytest.mark.exhaustive
 def test_prompt_logprobs_take_all_rows():
     config, prompts = shallow(), shared_prompts()[:2]
     [first, second] = generated(strict(make_runner(config, **LONG_SIZES)), prompts, prompt_logprobs=0)[1]

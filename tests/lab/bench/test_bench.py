@@ -238,7 +238,7 @@ def test_a_model_step(capsys, tmp_path):
     ("preset", "layers", "tokens"),
     tiered(
         [("tiny", [2, 3], 1), ("tiny_v41", None, 1), ("tiny_v41", None, 9), ("tiny_v41", None, 40)],
-        [("tiny", [2, 3], 1), ("tiny_v41", None, 40)],
+        [("tiny_v41", None, 40)],
     ),
 )
 def test_the_floor_of_a_step(preset, layers, tokens):

@@ -183,6 +183,7 @@ def test_command_on_random_weights(capsys):
     assert report["environment"]["packages"]["torch"]
 
 
+@pytest.mark.exhaustive
 def test_command_with_log_probabilities_and_structure(capsys):
     pytest.importorskip("llguidance", reason="pip install 'deepseek-attn[structured]'")
     args = "bench engine --device cpu --model tiny_v32 --layers 1 --experts 16 --batch 1 --drafts 0 --prompt 20"
@@ -193,7 +194,9 @@ def test_command_with_log_probabilities_and_structure(capsys):
     assert rows[2]["speedup"] == pytest.approx(rows[2]["tokens_per_second"] / rows[0]["tokens_per_second"])
 
 
-@pytest.mark.parametrize("what", ["engine --model tiny --structured", "structured --vocab 2000"])
+@pytest.mark.parametrize(
+    "what", ["engine --model tiny --structured", pytest.param("structured --vocab 2000", marks=pytest.mark.exhaustive)]
+)
 def test_without_llguidance_there_is_a_message(monkeypatch, capsys, what):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     assert main(["bench", *what.split(), "--device", "cpu"]) == 2

@@ -17,6 +17,7 @@ from deepseek_attn.runner import ModelRunner
 LIMITS = Limits(70, 3, 33)
 
 
+@pytest.mark.exhaustive
 def test_parts_are_compared(monkeypatch):
     """With counters of another device: a run on a CPU takes nothing of it."""
     for name in ("empty_cache", "reset_peak_memory_stats"):

@@ -42,7 +42,7 @@ def dense_drafts(config, source, tokens, depth) -> Drafts:
 # What is computed
 
 
-@pytest.mark.parametrize("length", tiered([2, 20, 21, 50], [2, 21]))
+@pytest.mark.parametrize("length", tiered([2, 20, 21, 50], [21]))
 def test_first_drafts_equal_the_caches(length):
     """Shorter than the window of 20, and past it."""
     small = small_config([0, 4], mtp=1)
@@ -68,7 +68,7 @@ def drafted_by_runner(config, source, tokens: list[int], num_drafts: int) -> tup
 
 @pytest.mark.parametrize(
     ("length", "window"),
-    tiered([(2, 20), (9, 20), (21, 20), (22, 20), (50, 20), (30, 2)], [(2, 20), (22, 20), (30, 2)]),
+    tiered([(2, 20), (9, 20), (21, 20), (22, 20), (50, 20), (30, 2)], [(22, 20)]),
 )
 def test_deeper_drafts_equal_the_caches(length, window):
     """With the runner's drafts as the text, draft d from a row has the runner's logits: the same keys are read.
@@ -188,6 +188,7 @@ def test_an_mtp_layer_that_took_no_steps_to_speak_of_is_not_accepted(result, tas
     assert untrained.metrics["mtp_loss"] > 2 * result.metrics["mtp_loss"]
 
 
+@pytest.mark.exhaustive
 def test_the_backbone_is_what_it_is_without_an_mtp_layer(task):
     sizes = SIZES | {"steps": 2}
     plain = train(config(mtp=0), task, **sizes, device="cpu")

@@ -77,6 +77,7 @@ def test_a_random_selection_depends_on_seed_layer_and_prefix_alone():
     assert not torch.equal(other[:, 30:], base[1].read[:, 30:])
 
 
+@pytest.mark.exhaustive
 def test_random_entries_are_read_equally_often():
     _, config = dense_model()
     [_, reading, _] = readings("random", tokens(config, size=200))

@@ -12,6 +12,7 @@ from deepseek_attn.cli import main
 from deepseek_attn.lab.training import MtpTraining, TextTask, train
 from deepseek_attn.lab.training.state import TrainingState
 from tests.support.small_models import small_config
+from tests.support.tiers import tiered
 
 TEXT = "The cat sat on the mat, and the dog lay by the door. " * 100
 SETTINGS = {"steps": 4, "seed": 0}
@@ -46,7 +47,7 @@ def _save_each_step(monkeypatch):
     monkeypatch.setattr("deepseek_attn.lab.training.loop.REPORT_EVERY", 2)
 
 
-@pytest.mark.parametrize("stop_at", [2, 6])
+@pytest.mark.parametrize("stop_at", tiered([2, 6], [6]))
 def test_a_training_that_goes_on_ends_as_one_that_was_not_interrupted(whole, tmp_path, stop_at):
     """In the backbone's steps, before entries are selected, and in those of the MTP layer."""
     path = tmp_path / "state"

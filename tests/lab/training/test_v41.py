@@ -16,6 +16,7 @@ from deepseek_attn.lab.training.v41 import kept_blocks
 from deepseek_attn.lab.training.weights import FreshSource, build_model
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.small_models import assert_close, prompt
+from tests.support.tiers import tiered
 
 CPU = torch.device("cpu")
 SHARED = {"selection": 2, "candidates": 3, "engram": True}
@@ -95,7 +96,7 @@ def test_everything_learns_and_the_index_loss_touches_indexers_alone():
     assert all(name.startswith("layers.5.hc_ffn") or name.endswith(".ape") for name in silent), silent
 
 
-@pytest.mark.parametrize("engram", [True, False])
+@pytest.mark.parametrize("engram", tiered([True, False], [True]))
 def test_a_model_is_trained(engram):
     config = sized(SHARED | {"engram": engram})
     task = make_task("recall", 96, symbols=8, pairs=2, questions=8)

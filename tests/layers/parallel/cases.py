@@ -113,10 +113,10 @@ def texts_of(directory: Path, parallel: Parallel) -> dict:
     texts = prompts(llm.runner.config, (70, 9))
 
     def tokens(model, **options) -> list[list[int]]:
-        params = SamplingParams(max_tokens=6, ignore_eos=True, **options)
+        params = SamplingParams(max_tokens=4, ignore_eos=True, **options)
         return [list(done.token_ids) for done in model.generate(texts, params)]
 
-    asked = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0, logprobs=1, prompt_logprobs=0)
+    asked = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0, logprobs=1, prompt_logprobs=0)
     greedy = llm.generate(texts, asked)
     logprobs = [(required(done.logprobs).to_dict(), required(done.prompt_logprobs).to_dict()) for done in greedy]
     speculating = LLM(directory, parallel=parallel, speculate=2, **LIMITS)

@@ -44,6 +44,7 @@ def test_groups_of_layers_change_nothing(results):
     assert json.dumps(results[2]) == json.dumps(results[0])
 
 
+@pytest.mark.exhaustive
 def test_own_quality_is_that_of_a_whole_runner(results):
     config, source = open_source(settings())
     prompts = read_prompts(settings(), config)
@@ -73,6 +74,7 @@ def test_a_change_of_a_late_layer_starts_from_kept_states(results, tmp_path, mon
     assert late["layers"][:4] == own["layers"][:4]
 
 
+@pytest.mark.exhaustive
 def test_the_first_layers_alone(tmp_path):
     config, source = open_source(settings())
     prompts = read_prompts(settings(), config)

@@ -100,7 +100,7 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="looks at processes in /proc")
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGKILL"])
+@pytest.mark.parametrize("how", tiered(["Ctrl-C", "SIGKILL"], ["SIGKILL"]))
 def test_no_process_outlives_a_run_that_is_ended(tmp_path, how):
     """Ctrl-C goes to all processes of a terminal; SIGKILL leaves the first one no time to end the others."""
     file = tmp_path / "hanging.py"
