@@ -519,26 +519,27 @@ def features(data: Data) -> Subject:
 
 
 def host_experts(data: Data) -> Subject:
-    parts = {"experts": data("h200_host_experts.json"), "model": data("h200_host_model.json")}
+    small, large = data("h200_host_80gb.json"), data("h200_host_model.json")
+    parts = [("experts", data("h200_host_experts.json")), ("model", small), ("model", large)]
     columns = ("ms (x bus)", "tokens/s", "hit rate", "all there, ms")
-    names = {part: f"{part}, {found[part]['cached']} of 256" for part, found in parts.items()}
-    rows = [["routing", *(f"{name}: {column}" for name in names.values() for column in columns)]]
-    for point in (key for key, value in parts["model"]["model"].items() if isinstance(value, dict)):
+    names = [f"{part}, {found[part]['cached']} of 256" for part, found in parts]
+    rows = [["routing", *(f"{name}: {column}" for name in names for column in columns)]]
+    for point in (key for key, value in large["model"].items() if isinstance(value, dict) and "over_bus" in value):
         cells = []
-        for part, found in parts.items():
+        for part, found in parts:
             row, tokens = found[part][point], int(point.split()[-1])
             cells += [f"{row['seconds'] * 1000:.1f} ({row['over_bus']:.2f})", f"{tokens / row['seconds']:,.0f}"]
             cells += [f"{row['hit_rate']:.3f}" if "hit_rate" in row else ""]
             cells += [f"{row['seconds_all_there'] * 1000:.1f}" if "seconds_all_there" in row else ""]
         rows.append([point, *cells])
-    copies = parts["model"]["copies"]
+    copies = small["copies"]
     return Subject(
         "Experts in host memory",
         "V4-Flash on one H200: experts of three layers in pinned host memory stand for those of all 43, of which the "
-        "GPU holds as many as fit; experts alone, and a whole model. The bus: copied experts at cudaMemcpy's rate "
-        f'({copies["memcpy"] / 1e9:.1f} GB/s). "All there": the same step again.',
-        ["h200_host_experts.json", "h200_host_model.json"],
-        "python scripts/bench_host_experts.py --parts copies,experts,model --out FILE",
+        "GPU holds as many as fit, or as fit on a card of 80 GB; experts alone, and a whole model. The bus: copied "
+        f'experts at cudaMemcpy\'s rate ({copies["memcpy"] / 1e9:.1f} GB/s). "All there": the same step again.',
+        ["h200_host_experts.json", "h200_host_80gb.json", "h200_host_model.json"],
+        "python scripts/bench_host_experts.py --parts copies,experts,model --cache-bytes BYTES --out FILE",
         rows,
     )
 

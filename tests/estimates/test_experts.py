@@ -107,14 +107,28 @@ def test_prompts_on_a_cpu():
     assert slow.seconds == pytest.approx(slow.moved / 1e7)
 
 
-@pytest.mark.parametrize(("file", "part"), [("h200_host_model", "model"), ("h200_host_experts", "experts")])
-def test_measured_steps_are_those_of_resident_experts_and_copies(file, part):
+@pytest.mark.parametrize(
+    ("file", "part", "error"),
+    [("h200_host_model", "model", 0.07), ("h200_host_80gb", "model", 0.07), ("h200_host_experts", "experts", 0.012)],
+)
+def test_measured_steps_are_those_of_resident_experts_and_copies(file, part, error):
+    """The kernel that copies reached 50.5 GB/s on one machine, and 48 to 50 on another."""
     measured = json.loads((DATA / f"{file}.json").read_text())[part]
     steps = [row for row in measured.values() if isinstance(row, dict) and "copied" in row]
     assert len(steps) == 6
     for row in steps:
         copies = row["copied"] * measured["expert_bytes"] / H200.rates["bus"]
-        assert row["seconds_all_there"] + copies == pytest.approx(row["seconds"], rel=0.012)
+        assert row["seconds_all_there"] + copies == pytest.approx(row["seconds"], rel=error)
+
+
+@pytest.mark.parametrize("file", ["h200_host_model", "h200_host_80gb"])
+def test_measured_prompts_are_as_long_as_products_or_copies(file):
+    measured = json.loads((DATA / f"{file}.json").read_text())["model"]
+    numerics = numerics_for(FLASH, "serving")
+    sizes = required(ExpertSizes.of(FLASH, numerics, torch.bfloat16))
+    model = RankModel(FLASH, numerics, torch.bfloat16, RankLayout(1), H200)
+    found = gpu_prompt(model, sizes, measured["cached"], 8192, 8192, H200.rates["copy_engine"], ahead=True)
+    assert found.seconds == pytest.approx(measured["prompt of 8192"]["seconds"], rel=0.15)
 
 
 @pytest.mark.parametrize(
