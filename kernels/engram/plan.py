@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import (
-    ANY,
-    LaunchBlock,
-    RowsProblem,
-    next_power_of_2,
-    one_kernel,
-)
+from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, RowsProblem, next_power_of_2, one_kernel
 
 TABLE_ROWS = 4  # of a program
 

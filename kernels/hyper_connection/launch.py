@@ -28,12 +28,7 @@ from deepseek_attn.kernels.hyper_connection.plan import (
     StreamsProblem,
     plan,
 )
-from deepseek_attn.kernels.hyper_connection.types import (
-    DelayedInput,
-    HyperConnection,
-    SublayerInput,
-    SublayerOutput,
-)
+from deepseek_attn.kernels.hyper_connection.types import DelayedInput, HyperConnection, SublayerInput, SublayerOutput
 
 
 def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:

@@ -52,14 +52,7 @@ from deepseek_attn.kernels.insert.norm_rope_triton import (
     query_norm_rope_kernel,
     rope_insert_kernel,
 )
-from deepseek_attn.kernels.insert.plan import (
-    ENTRIES,
-    LATENTS,
-    QUERIES,
-    InsertPlan,
-    InsertProblem,
-    plan_insert,
-)
+from deepseek_attn.kernels.insert.plan import ENTRIES, LATENTS, QUERIES, InsertPlan, InsertProblem, plan_insert
 from deepseek_attn.kernels.insert.reference import check_part
 from deepseek_attn.kernels.insert.types import (
     CacheRows,

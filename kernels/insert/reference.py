@@ -11,13 +11,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
 from deepseek_attn.kernels.common.checks import check
-from deepseek_attn.kernels.common.norm_rope import (
-    apply_rope,
-    apply_rope_half_split,
-    freqs_cis_at,
-    rms_norm,
-    rotate_,
-)
+from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at, rms_norm, rotate_
 from deepseek_attn.kernels.common.quant import QuantizedRows, hadamard, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
 from deepseek_attn.kernels.insert.types import (

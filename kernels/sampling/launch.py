@@ -10,11 +10,7 @@ from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, next_power_of_2
 from deepseek_attn.kernels.sampling.plan import GREEDY
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
-from deepseek_attn.kernels.sampling.sampling_triton import (
-    accept_drafts_kernel,
-    greedy_block_kernel,
-    greedy_row_kernel,
-)
+from deepseek_attn.kernels.sampling.sampling_triton import accept_drafts_kernel, greedy_block_kernel, greedy_row_kernel
 from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 
 
