@@ -554,9 +554,9 @@ def prompts(data: Data) -> Subject:
     return Subject(
         "Prompts of DeepSeek-V4.1",
         "V4.1-Flash's 40 layers on an H200, which share one layer's random experts; error: of the last token's logits, "
-        "relative. [Modes](v41.md#measure-it); longer prompts were not measured.",
+        "relative. [Modes](v41.md#measure-it).",
         ["h200_prompts.json"],
-        "python scripts/bench_prompts.py --lengths 8192",
+        "python scripts/bench_prompts.py --lengths 8192 131072",
         rows,
     )
 
