@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from weakref import WeakSet
@@ -24,12 +24,13 @@ from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.decoding import Accepted, NextToken, Work
 from deepseek_attn.engine.logprobs import keep_scored, with_logprobs
+from deepseek_attn.engine.outputs import RequestOutput
+from deepseek_attn.engine.records import keep_records, with_records
 from deepseek_attn.engine.request import Caller, Request, Unreported
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.scheduler import Scheduler
 from deepseek_attn.engine.stats import EngineStats, StepStats
 from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
-from deepseek_attn.runner.logprobs import TokenLogprobs
 from deepseek_attn.runner.prompts import TokenIds
 from deepseek_attn.text.tokenizer import Tokenizer
 from deepseek_attn.utils.clock import seconds_since
@@ -38,25 +39,6 @@ from deepseek_attn.utils.turns import in_turn
 logger = logging.getLogger(__name__)
 IDLE_SECONDS = 0.01  # between two looks for a request where none is in flight
 END = object()
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """Tokens and text of one request since the last step that returned.
-
-    Attributes:
-        computed: its tokens that went through the model, rejected drafts left out.
-        token_ids, text: new tokens, and the text that is now certain.
-        finished: it has ended; this is the last output of the request.
-        logprobs: log-probabilities of the new tokens; None without `SamplingParams.logprobs`.
-    """
-
-    request: Request
-    computed: int = 0
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-    finished: bool = False
-    logprobs: TokenLogprobs | None = None
 
 
 class Engine:
@@ -350,7 +332,7 @@ class Engine:
             self.scheduler.admit(stats)
         async_allowed = not (next_step_launched and self.scheduler.has_candidate)
         work, output = self._compute(stats, async_allowed)
-        count_tokens(stats, work, self.decoder.decode_tokens)
+        stats.count([n for _, n in work], self.decoder.decode_tokens)
         accepted = self.decoder.accept(work, output) if work else Accepted()
         stats.verifications.update(accepted.verified.values())
         self._take_tokens(work, accepted, stats)
@@ -490,30 +472,6 @@ class Engine:
         """Registers a request: the next outputs report its progress from here on."""
         caller = request.caller or self._steppers
         return caller.unreported.setdefault(request, Unreported(request.num_generated))
-
-
-def with_records(options: StepOptions, work: Work) -> StepOptions:
-    """The options, with the records and replays of each request."""
-    if all(request.takes_computed for request, _ in work):
-        return options
-    record = tuple(None if request.store is None else request.store.options for request, _ in work)
-    return replace(options, record=record, replay=tuple(request.replay for request, _ in work))
-
-
-def keep_records(work: Work, output: StepOutput) -> None:
-    """Stores the records of a step's tokens."""
-    if output.records is not None:
-        for (request, _), records in zip(work, output.records, strict=True):
-            if records is not None:
-                request.keep_records(records)
-
-
-def count_tokens(stats: StepStats, work: Work, decode_tokens: int) -> None:
-    for _, n in work:
-        if n <= decode_tokens:
-            stats.decodes, stats.decode_tokens = stats.decodes + 1, stats.decode_tokens + n
-        else:
-            stats.prefills, stats.prefill_tokens = stats.prefills + 1, stats.prefill_tokens + n
 
 
 def describe(error: Exception) -> str:

@@ -1,14 +1,15 @@
-"""Which requests of an `LLM` are recorded, and where to."""
+"""Which requests of an `LLM` are recorded, and where to; records of the requests of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
 
+from deepseek_attn.engine.decoding import Work
 from deepseek_attn.engine.request import Request
-from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
 from deepseek_attn.runner.replay import Replayed
 from deepseek_attn.runner.token_records import RecordOptions, record_path
 from deepseek_attn.utils.files import check_output
@@ -94,3 +95,19 @@ class Recording:
                 path = self.file if self.directory is None else record_path(self.directory, name)
                 each.store = self.runner.record_store(self.options, path)
         return request
+
+
+def with_records(options: StepOptions, work: Work) -> StepOptions:
+    """The options, with the records and replays of each request."""
+    if all(request.takes_computed for request, _ in work):
+        return options
+    record = tuple(None if request.store is None else request.store.options for request, _ in work)
+    return replace(options, record=record, replay=tuple(request.replay for request, _ in work))
+
+
+def keep_records(work: Work, output: StepOutput) -> None:
+    """Stores the records of a step's tokens."""
+    if output.records is not None:
+        for (request, _), records in zip(work, output.records, strict=True):
+            if records is not None:
+                request.keep_records(records)

@@ -78,6 +78,14 @@ class StepStats(Counts):
     finished: int = 0
     pages: dict[str, tuple[int, int]] = field(default_factory=dict)
 
+    def count(self, lengths: list[int], decode_tokens: int) -> None:
+        """Counts the new tokens of each request; at most ``decode_tokens`` are a decode."""
+        for n in lengths:
+            if n <= decode_tokens:
+                self.decodes, self.decode_tokens = self.decodes + 1, self.decode_tokens + n
+            else:
+                self.prefills, self.prefill_tokens = self.prefills + 1, self.prefill_tokens + n
+
     @property
     def pool_use(self) -> float:
         """Fraction of the pages of the fullest pool that are in use."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_attn.engine.engine import Engine, RequestOutput
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.outputs import RequestOutput
 from deepseek_attn.engine.sampling import SamplingParams
 
 

@@ -18,7 +18,7 @@ from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.meta_runner import MetaRunner
-from deepseek_attn.runner.model_runner import chunks_of
+from deepseek_attn.runner.step_runner import chunks_of
 from deepseek_attn.runner.trailing import SequenceRows
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.kernels.compiled_launches import CAPABILITIES
