@@ -13,7 +13,7 @@ from deepseek_attn.kernels.common.device import gpu as gpu_of
 from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
 from deepseek_attn.kernels.common.quant import E2M1, ROW_SPAN, InputFormat
 from deepseek_attn.kernels.moe import ExpertStack, plan, reference
-from tests.kernels.moe.moe_cases import make_case
+from tests.kernels.moe.moe_cases import Case, make_case
 from tests.support.tiers import tiered
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -95,7 +95,7 @@ def test_scales_of_a_group_in_four_blocks():
 # --- what is launched ---
 
 
-def pass_of(case, input_format=FP8_INPUT):
+def pass_of(case: Case, input_format=FP8_INPUT):
     return ExpertsPass(*case, 4.0, False, input_format, None, None, None, torch.empty_like(case.x))
 
 
