@@ -474,20 +474,22 @@ def other_programs(data: Data) -> Subject:
         both = {p: {"a": ours[p], "b": theirs[p]} for p in ("prefill", "decode")}
         rows.append(["transformers", str(run["threads"]), *(beside(both[p], "a", "b", 0.001, 0) for p in both)])
     run = data("cpu_fastllm.json")
-    steps = {"prefill": 1, "decode": run["decode"] - 1}  # decode: seconds a token
-    both = {p: {"a": n * run["seconds"]["deepseek-attn"][p], "b": n * run["seconds"]["fastllm"][p]}
-            for p, n in steps.items()}  # fmt: skip
-    name = f"fastllm {run['versions']['fastllm']}"
-    rows.append([name, str(run["threads"]), *(beside(both[p], "a", "b", 0.001, 0) for p in both)])
+    for one in (run, *run["pinned"]):
+        steps = {"prefill": 1, "decode": run["decode"] - 1}  # decode: seconds a token
+        both = {p: {"a": n * one["seconds"]["deepseek-attn"][p], "b": n * one["seconds"]["fastllm"][p]}
+                for p, n in steps.items()}  # fmt: skip
+        name = f"fastllm {run['versions']['fastllm']}{'' if one is run else ', pinned'}"
+        rows.append([name, str(one["threads"]), *(beside(both[p], "a", "b", 0.001, 0) for p in both)])
     logits = run["logits"]["rows"]
     far = {name: statistics.median(row[name] for row in logits) for name in ("fastllm", "official")}
     same = sum(row["same_first"][0] for row in logits)
     return Subject(
         "CPU beside transformers and fastllm",
         "Ours / theirs (ratio). transformers: the tiny preset in float32 with `exact` numerics, two cores. fastllm "
-        "(`python scripts/bench_fastllm.py`; its weights float16, ours float32): the package's checkpoint on another "
-        f"machine. Both compute the same: after {len(logits)} prompts fastllm's logits are {far['fastllm']:.1%} of the "
-        f"norm from ours (median), those of `official` numerics {far['official']:.1%}; {same} have the same argmax.",
+        "(`python scripts/bench_fastllm.py`; its weights float16, ours float32): the package's checkpoint on other "
+        "machines; pinned: to as many busy cores. Both compute the same: "
+        f"after {len(logits)} prompts fastllm's logits are {far['fastllm']:.1%} of the norm from ours (median), those "
+        f"of `official` numerics {far['official']:.1%}; {same} have the same argmax.",
         ["cpu_transformers.json", "cpu_fastllm.json"],
         "python scripts/bench_transformers.py",
         rows,
