@@ -326,7 +326,7 @@ def of_row(processor: Callable[..., torch.Tensor]) -> Callable[[LogitsRow, torch
     )
 
 
-def bad_word_ids(words: Iterable[str | tuple[int, ...]], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+def bad_word_ids(words: Iterable[str | Sequence[int]], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
     """Token ids of bad words: as they are written at the beginning of a text and, where those differ, behind a space.
 
     vLLM leaves out the form behind a space where it has another number of tokens, so that the word still comes.
@@ -337,7 +337,7 @@ def bad_word_ids(words: Iterable[str | tuple[int, ...]], tokenizer: Tokenizer | 
     found: list[tuple[int, ...]] = []
     for word in words:
         if not isinstance(word, str):
-            found.append(word)
+            found.append(tuple(word))
             continue
         if tokenizer is None:
             raise ValueError(

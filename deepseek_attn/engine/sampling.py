@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard, cast
 
@@ -79,24 +79,24 @@ class SamplingParams:
     top_p: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
     ignore_eos: bool = False
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
     min_tokens: int = 0
     n: int = 1
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logits_processors: tuple[Callable[..., torch.Tensor], ...] = ()
+    logits_processors: Sequence[Callable[..., torch.Tensor]] = ()
     json_schema: str | None = None
     regex: str | None = None
-    choices: tuple[str, ...] | None = None
+    choices: Sequence[str] | None = None
     grammar: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None

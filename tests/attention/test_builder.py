@@ -77,11 +77,11 @@ BATCHES = {
     "threshold_3": Batch([(125, 3), (7, 1), (15, 2), (0, 3), (64, 5), (0, 130)], threshold=3),
     "empty_requests": Batch([(9, 0), (127, 1), (0, 0), (14, 6)]),
     "padding_in_decode_and_prefill": Batch([(127, 1), (3, 1), (31, 1), (120, 12)], invalid=(1, 2, 8, 14)),
-    "only_padding": Batch([(0, 1), (3, 1), (0, 4)], invalid=range(6)),
+    "only_padding": Batch([(0, 1), (3, 1), (0, 4)], invalid=tuple(range(6))),
 }
 
 
-@pytest.fixture(params=BATCHES.values(), ids=BATCHES)
+@pytest.fixture(params=BATCHES.values(), ids=[*BATCHES])
 def batch(request):
     return request.param
 

@@ -1,6 +1,7 @@
 """One attention layer alone (`tests.support.one_layer`) against `deepseek_attn.testing`'s reference."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -271,7 +272,7 @@ def test_warm_up_reserves_the_workspace_and_gives_zeros(kind, device):
 def test_prefills_that_need_several_chunks_of_the_workspace(kind, monkeypatch):
     ratio = Layer(kind).attn.compress_ratio
     capacity = (-(-200 // ratio) if ratio else 0) + WINDOW + 100
-    sizes = {"max_model_len": 200, "max_num_batched_tokens": 100, "max_num_seqs": 9}
+    sizes: dict[str, Any] = {"max_model_len": 200, "max_num_batched_tokens": 100, "max_num_seqs": 9}
     layer = Layer(kind, prefill_workspace_rows=capacity, **sizes)
     plans = []
     monkeypatch.setattr(

@@ -27,7 +27,6 @@ from deepseek_attn.layers.parallel import Parallel
 from tests.cache.runner_cases import NUMERICS, compute, poison_free_pages, runner_of
 from tests.support.small_models import prompt
 from tests.support.tiers import tiered
-from tests.support.typed import required
 
 SAVED = [(family, n, q) for q in NUMERICS for family, n in (("mixed", 3), ("mixed", 150), ("window", 90), ("v32", 70))]
 SAVED += [("v41", 71, numerics) for numerics in ("exact", "official")]
@@ -332,14 +331,14 @@ def test_nan_in_pages_stays_in_its_sequence(family, contents, tmp_path):
 
     def compute_beside(path: Path) -> list[torch.Tensor]:
         loaded, other = runner.load_sequence(path), runner.sequence(tokens)
-        rows = [runner.step([(loaded, n), (other, 20)]).logits for n in (PENDING - 1, 1)]
+        rows = [runner.step([(loaded, n), (other, 20)]).rows for n in (PENDING - 1, 1)]
         loaded.free()
         other.free()
         after = runner.sequence(tokens)
-        rows.append(compute(runner, after, 40, mtp=False))
+        last = compute(runner, after, 40, mtp=False)
         after.free()
-        assert required(rows[0])[0].isnan().any() == (path.name == "nan")
-        return [required(rows[0])[1], required(rows[1])[1], rows[2]]
+        assert rows[0][0].isnan().any() == (path.name == "nan")
+        return [rows[0][1], rows[1][1], last]
 
     for actual, expected in zip(compute_beside(tmp_path / "nan"), compute_beside(tmp_path / "whole"), strict=True):
         assert torch.equal(actual, expected)

@@ -22,6 +22,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.llm import LLM
 from deepseek_attn.engine.sampling import SamplingParams
 from tests.support.tiers import tiered
+from tests.support.typed import untyped
 
 PROMPTS = [
     "Hello there",
@@ -71,7 +72,7 @@ def by_index(lines: list[str]) -> list[dict]:
 def whole(checkpoint, tmp_path_factory):
     """The lines of a run that nothing interrupts."""
     with pytest.MonkeyPatch.context() as patch:
-        run = command.__wrapped__(checkpoint, tmp_path_factory.mktemp("whole"), patch)
+        run = untyped(command).__wrapped__(checkpoint, tmp_path_factory.mktemp("whole"), patch)
         assert main(run) == 1
         return lines_of()
 

@@ -21,6 +21,7 @@ from deepseek_attn.cli import main
 from deepseek_attn.cli.options import parse_bytes
 from deepseek_attn.runner import TokenRecords
 from tests.support.small_models import two_layers
+from tests.support.typed import required
 
 IMPORTS = """
 import gc, sys
@@ -118,7 +119,9 @@ def test_scores_with_the_records_of_another_run(checkpoint, tmp_path):
     assert code == 0
     own = load_file(out)
     changed = TokenRecords.load(f"{records}/0.safetensors")
-    changed.experts.copy_((changed.experts + 1) % ModelConfig.from_pretrained(checkpoint).n_routed_experts)
+    required(changed.experts).copy_(
+        (required(changed.experts) + 1) % ModelConfig.from_pretrained(checkpoint).n_routed_experts
+    )
     code, out = score(checkpoint, tmp_path, lists, "--replay", records)
     assert code == 0
     again = load_file(out)

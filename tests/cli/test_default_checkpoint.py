@@ -21,6 +21,7 @@ from deepseek_attn.lab.training import sample_text
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
 from tests.support.tiers import EXHAUSTIVE
+from tests.support.typed import required
 
 MAX_BYTES = 14 * 10**6
 
@@ -123,6 +124,6 @@ def test_the_command_shows_what_drafts_save(capsys):
     found = re.search(
         r"24 tokens in (\d+) steps and .* tokens/s; (\d+) of (\d+) draft tokens", drafted.err.splitlines()[-1]
     )
-    steps, accepted, made = map(int, found.groups())
+    steps, accepted, made = map(int, required(found).groups())
     assert steps < 18
     assert 0 < accepted < made

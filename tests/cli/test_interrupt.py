@@ -21,6 +21,7 @@ from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
 from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 COMMAND = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main; sys.exit(main())"]
 
@@ -80,7 +81,7 @@ def test_interrupted_generation(checkpoint, whole, times):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
         start_new_session=True, preexec_fn=listen,
     )  # fmt: skip
-    early = read_until(process.stdout.fileno(), process, lambda text: len(text) > 20)
+    early = read_until(required(process.stdout).fileno(), process, lambda text: len(text) > 20)
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.02)

@@ -38,7 +38,7 @@ def test_a_command_that_runs_a_model(command, flags, tmp_path, monkeypatch):
     monkeypatch.setattr(model_runner, "build_runner", build)
     (tmp_path / "tokens.json").write_text("[[1, 2]]")
     files = {"FILE": str(tmp_path / "tokens.json"), "OUT": str(tmp_path / "out")}
-    assert main([*(files.get(word, word) for word in command), "--device", "cpu", *flags]) == 2
+    assert main([*(str(files.get(word, word)) for word in command), "--device", "cpu", *flags]) == 2
     assert seen == [("official", "fp8") if flags else (None, None)]
 
 

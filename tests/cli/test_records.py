@@ -16,6 +16,7 @@ from deepseek_attn.runner import TokenRecords
 from deepseek_attn.runner.record_store import RecordStore
 from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 OPTIONS = ["--device", "cpu", "--max-model-len", "120", "--max-num-seqs", "2", "--max-tokens", "6", "--ignore-eos"]
 IDS = list(range(40, 70))
@@ -71,19 +72,21 @@ def test_one_prompt_to_a_file_and_back(run, expected, capsys):
     assert run(*ids(IDS), "--replay", "run.safetensors") == 0
     assert capsys.readouterr().out.removesuffix("\n") == expected[0].text
     changed = TokenRecords.load("run.safetensors")
-    changed.experts.copy_((changed.experts + 1) % 8)
+    required(changed.experts).copy_((required(changed.experts) + 1) % 8)
     changed.save("other.safetensors")
     assert run(*ids(IDS), "--replay", "other.safetensors", "--records", "again.safetensors") == 0
     assert capsys.readouterr().out.removesuffix("\n") != expected[0].text
-    assert torch.equal(TokenRecords.load("again.safetensors").experts[: len(IDS)], changed.experts[: len(IDS)])
+    assert torch.equal(
+        required(TokenRecords.load("again.safetensors").experts)[: len(IDS)], required(changed.experts)[: len(IDS)]
+    )
 
 
 def test_completions_of_a_prompt_to_a_folder(run, expected):
     assert run(*ids(IDS), "--records", "runs", "--n", "2", "--temperature", "1", "--seed", "1") == 0
     first, second = (TokenRecords.load(f"runs/{name}.safetensors") for name in ("0", "0-1"))
     assert len(first) == len(second) == len(IDS) + 5
-    assert not torch.equal(first.token_ids, second.token_ids)
-    assert torch.equal(first.experts[: len(IDS)], expected[0].records.experts[: len(IDS)])
+    assert not torch.equal(required(first.token_ids), required(second.token_ids))
+    assert torch.equal(required(first.experts)[: len(IDS)], expected[0].records.experts[: len(IDS)])
 
 
 def test_prompts_have_a_file_each(run, expected):

@@ -6,7 +6,7 @@ import pytest
 
 from deepseek_attn.config.model import LayerSpec, ModelConfig, RopeSpec, preset_names
 from tests.support.config_cases import CSA, HCA, YARN, as_transformers, problems_of, raw_preset
-from tests.support.typed import required
+from tests.support.typed import of_type, required
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def tiny_hf(tiny) -> dict:
 
 
 def test_every_field_of_tiny_layers(tiny):
-    config = ModelConfig.from_dict(tiny)
+    config = of_type(ModelConfig.from_dict(tiny), ModelConfig)
     plain, yarn = RopeSpec(10000.0, 64), RopeSpec(160000.0, 64, **YARN)
     assert config.layers == (
         LayerSpec(0, 0, False, False, plain, True),
@@ -42,7 +42,7 @@ def test_every_field_of_tiny_layers(tiny):
 
 
 def test_derived_properties(tiny):
-    config = ModelConfig.from_dict(tiny | {"eos_token_id": [1, 7]})
+    config = of_type(ModelConfig.from_dict(tiny | {"eos_token_id": [1, 7]}), ModelConfig)
     assert (config.nope_head_dim, config.softmax_scale) == (64, 128**-0.5)
     assert (config.eos_token_id, config.eos_token_ids) == ((1, 7), (1, 7))
     assert ModelConfig.from_dict(tiny).eos_token_ids == (1,)
@@ -274,7 +274,7 @@ def test_replace_schedule():
 
 @pytest.mark.parametrize("name", ["tiny", "v4_flash"])
 def test_compress_ratios_are_those_of_the_published_config(name):
-    config = ModelConfig.from_preset(name)
+    config = of_type(ModelConfig.from_preset(name), ModelConfig)
     assert list(config.compress_ratios) == config.to_dict()["compress_ratios"]
     assert len(config.compress_ratios) == config.num_hidden_layers + config.num_nextn_predict_layers
     assert config.replace(compress_ratios=config.compress_ratios) == config

@@ -6,6 +6,7 @@ import pytest
 
 from deepseek_attn.config.model import ModelConfig
 from tests.support.config_cases import CSA, HCA, SWA, YARN, as_transformers, error_of, problems_of, raw_preset
+from tests.support.typed import untyped
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ def test_a_config_of_the_inference_code():
 
 def test_not_an_object():
     with pytest.raises(ValueError, match="expected a JSON object, got list"):
-        ModelConfig.from_dict([1])
+        ModelConfig.from_dict(untyped([1]))
 
 
 def test_files_that_cannot_be_read(tmp_path):

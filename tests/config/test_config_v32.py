@@ -7,6 +7,7 @@ import pytest
 
 from deepseek_attn.config.model import ModelConfig, RopeSpec
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
+from tests.support.typed import of_type
 
 YARN = RopeSpec(10000.0, 64, 40.0, 128, 32.0, 1.0)
 
@@ -70,7 +71,7 @@ def test_layers_of_tiny(tiny):
 
 
 def test_real_values():
-    config = ModelConfig.from_preset("v32")
+    config = of_type(ModelConfig.from_preset("v32"), DeepseekV32Config)
     assert config.head_dim == 576
     assert config.qk_head_dim == 192
     assert config.softmax_scale == pytest.approx(0.1352338, rel=1e-6)
@@ -103,9 +104,9 @@ def test_plain_rope_has_no_mscale(tiny):
 
 
 def test_scale_format(tiny):
-    assert ModelConfig.from_dict(tiny).power_of_two_scales
+    assert of_type(ModelConfig.from_dict(tiny), DeepseekV32Config).power_of_two_scales
     del tiny["quantization_config"]["scale_fmt"]
-    config = ModelConfig.from_dict(tiny)
+    config = of_type(ModelConfig.from_dict(tiny), DeepseekV32Config)
     assert not config.power_of_two_scales
     assert config.expert_dtype == "fp8"
     assert config.replace(quantization_config=None).expert_dtype is None

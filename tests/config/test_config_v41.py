@@ -15,6 +15,7 @@ from deepseek_attn.config.engram import _primes
 from deepseek_attn.config.keys import INFERENCE_NAMES, V41
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.v41 import DeepseekV41Config
+from tests.support.typed import of_type
 
 
 def raw_preset(name: str) -> dict:
@@ -26,7 +27,7 @@ def tiny(**changes) -> DeepseekV41Config:
 
 
 def test_roles_of_the_published_layers():
-    config = ModelConfig.from_preset("v41_flash")
+    config = of_type(ModelConfig.from_preset("v41_flash"), DeepseekV41Config)
     kinds = [spec.kind for spec in config.layers]
     assert kinds[:9] == ["SWA", "SWA", "C2 full", *["C2 reuse"] * 5, "C2 full"]
     assert [i for i, kind in enumerate(kinds) if kind.endswith("full")] == [2, 8, 14, 20]
@@ -126,7 +127,7 @@ def test_inconsistent_schedules(changes, message):
 
 
 def test_replace():
-    config = ModelConfig.from_preset("v41_flash")
+    config = of_type(ModelConfig.from_preset("v41_flash"), DeepseekV41Config)
     short = config.replace(num_hidden_layers=10)
     assert short.layers == config.layers[:2] + short.layers[2:]
     assert short.compress_ratios == config.compress_ratios[:10]

@@ -22,8 +22,8 @@ def test_published_numbers():
     first, second = required(config).hashes()
     assert first.multipliers == (76632096046245, 4839876093313, 35959672319349, 73987337458391)
     assert second.multipliers == (67716810739261, 51510806800915, 30921347202721, 82619226485591)
-    primes = [sum(found.primes, ()) for found in (first, second)]
-    assert primes[0][:3] == (16000057, 16000079, 16000081)
+    primes = [[prime for row in found.primes for prime in row] for found in (first, second)]
+    assert primes[0][:3] == [16000057, 16000079, 16000081]
     assert (primes[0][-1], primes[1][0], primes[1][-1]) == (16000463, 16000477, 16000889)
     assert (required(config).rows_per_token, required(config).width) == (24, 6144)
 

@@ -8,7 +8,9 @@ import pytest
 
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.trailing import TrailingPart, layer_reach, trailing_parts
+from deepseek_attn.config.v41 import DeepseekV41Config
 from tests.support.tiers import tiered
+from tests.support.typed import of_type
 from tests.support.v41_cases import random_schedule, tiny
 
 
@@ -54,7 +56,7 @@ def test_other_families_need_all_rows(name):
 
 def test_rows_of_the_published_model():
     """2,414 rows of layer 21 for one row of results; each layer that selects anew needs fewer."""
-    config = ModelConfig.from_preset("v41_flash")
+    config = of_type(ModelConfig.from_preset("v41_flash"), DeepseekV41Config)
     reach = layer_reach(config.layers, config.sliding_window)
     assert reach[:21] == (None,) * 21
     assert [1 + rows for rows in reach[21:] if rows is not None] == [128 + 127 * above for above in range(18, -1, -1)]

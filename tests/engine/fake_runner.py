@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from deepseek_attn.cache.layout import STATE, TOKENS, WINDOW, make_layout, ratio_group
+from deepseek_attn.cache.layout import STATE, TOKENS, WINDOW, CacheLayout, make_layout, ratio_group
 from deepseek_attn.cache.manager import CacheManager
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.cache.prefix import PrefixCache
@@ -73,7 +74,7 @@ class FakeRunner:
     """
 
     config: ModelConfig
-    layout: object
+    layout: CacheLayout
     pools: CachePools
     manager: CacheManager
     layers: list[tuple[int, int]]
@@ -88,9 +89,9 @@ class FakeRunner:
     parallel: Parallel = field(default_factory=Parallel.single)
 
     @classmethod
-    def create(cls, ratios=(4, 16), window=13, pages=None, max_rollback=5, **options) -> FakeRunner:
+    def create(cls, ratios=(4, 16), window=13, pages=None, max_rollback=5, **options) -> Any:
         """A fake V4 with one layer per ratio, or a fake V3.2 with ``ratios=None``; ``pages`` replaces pool sizes."""
-        sizes = {"max_model_len": 900, "max_num_seqs": 4, "max_num_batched_tokens": 150} | options
+        sizes: dict[str, Any] = {"max_model_len": 900, "max_num_seqs": 4, "max_num_batched_tokens": 150} | options
         if ratios is None:
             config = ModelConfig.from_preset("tiny_v32").replace(num_hidden_layers=1, num_nextn_predict_layers=0)
             config = config.replace(first_k_dense_replace=1)
@@ -173,7 +174,7 @@ class FakeRunner:
 
     def _compress(self, sequence, layer: int, ratio: int, coff: int, start: int, values: np.ndarray) -> np.ndarray:
         """Stores the entries of windows that close, then the state rows; returns all entries so far."""
-        pool, group, end = self.pools.get(f"layers.{layer}", "state"), ratio_group(ratio), start + len(values)
+        pool, group, end = self.pools[f"layers.{layer}", "state"], ratio_group(ratio), start + len(values)
         ring = pool.tensor[sequence.cache.tables[STATE][0], :, 0].numpy()
         for closing in range((start // ratio + 1) * ratio, end + 1, ratio):
             wanted = range(max(0, closing - coff * ratio), closing)
@@ -184,8 +185,10 @@ class FakeRunner:
             ring[position % len(ring)] = values[position - start]
         return self._read(sequence, group, "compressed", range(end // ratio), layer)
 
-    def _slots(self, sequence, group: str, kind: str, entries, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        pool = self.pools.get(f"layers.{layer}", kind)
+    def _slots(
+        self, sequence, group: str, kind: str, entries, layer: int
+    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+        pool = self.pools[f"layers.{layer}", kind]
         table, index = np.array(sequence.cache.tables[group]), np.array(entries, dtype=np.int64)
         pages = table[index // pool.entries] if len(index) else index
         assert (pages > 0).all(), f"{group}: a page that is needed is not there"

@@ -27,9 +27,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,12 +42,14 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.engine.stats import StepStats
 from deepseek_attn.lab.bench.engine import cut_config
+from deepseek_attn.models.block import Backbone
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.utils.files import write_text
 from tests.engine.workload import cache_bytes, check_pages, use_buckets, worse_tokens
 from tests.support.predictable import PredictableSource
 from tests.support.small_models import small_config
+from tests.support.typed import required, untyped
 
 SETTLED = 0.1  # of the steps: caches and compiled kernels fill up in them
 WORSE = 0.02  # of the tokens generated, at most, where numerics may choose others
@@ -102,7 +105,7 @@ class Row:
 class Faults:
     """Makes the next blocks of a model raise."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: Backbone):
         self.left: list[BaseException] = []
         self.wait = 0
         for block in model.layers.values():
@@ -154,7 +157,7 @@ class Aside:
         n = min(sequence.num_pending, runner.layout.max_num_batched_tokens)
         output = runner.step([(sequence, n)])
         if not sequence.num_pending and len(sequence.token_ids) >= self.prompt_length:
-            row, token = output.logits[0][-1].float(), self.text[len(sequence.token_ids)]
+            row, token = required(output.logits)[0][-1].float(), self.text[len(sequence.token_ids)]
             if float((row.max() - row[token]) / (row.max() - row.mean())) > self.close:
                 return "worse token"
         return "step"
@@ -188,7 +191,7 @@ class Soak:
         self.rng, self.file = random.Random(seed), folder / "sequence.safetensors"
         self.engine = Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
         self.engine.on_step = self._on_step
-        self.faults = Faults(runner.model)
+        self.faults = Faults(runner.whole_model())
         self.counts: Counter[str] = Counter()
         self.rows: list[Row] = []
         self.live: dict[Request, Known] = {}
@@ -250,9 +253,9 @@ class Soak:
         for request in [request for request in self.live if request.finished]:
             known = self.live.pop(request)
             tokens = request.completion().token_ids
-            self.counts[request.finish_reason] += 1
+            self.counts[required(request.finish_reason)] += 1
             if request.finish_reason == "error":
-                assert "Injected" in request.error or "fake memory" in request.error, request.error
+                assert any(text in required(request.error) for text in ("Injected", "fake memory")), request.error
             elif tokens != (known.tokens[: len(tokens)] if request.finish_reason == "abort" else known.tokens):
                 self._check_difference(request, known)
 
@@ -280,7 +283,7 @@ class Soak:
         if chance(2):
             vocab = self.runner.config.vocab_size
             prompt = rng.choice([[], [vocab], [3, -1], ["x"], [5] * (self.runner.layout.max_model_len + 1), 7])
-            assert engine.add_request(prompt, SamplingParams(max_tokens=3)).finish_reason == "error"
+            assert engine.add_request(untyped(prompt), SamplingParams(max_tokens=3)).finish_reason == "error"
             self.counts["refused"] += 1
         if self.live and chance(3):
             engine.cancel(rng.choice(list(self.live)))
@@ -288,12 +291,12 @@ class Soak:
             engine.scheduler.preempt(rng.choice(engine.scheduler.running), engine.last_step)
             self.counts["preempted by hand"] += 1
         if chance(1):
-            errors = [Injected("a block") for _ in range(rng.choice([1, 1, 2, 3]))]
-            self.faults.arm(rng.randrange(len(self.runner.model.layers)), errors)
+            errors: list[BaseException] = [Injected("a block") for _ in range(rng.choice([1, 1, 2, 3]))]
+            self.faults.arm(rng.randrange(len(self.runner.whole_model().layers)), errors)
         if chance(0.1):
-            self.faults.arm(rng.randrange(len(self.runner.model.layers)), [MemoryError("fake memory is full")])
+            self.faults.arm(rng.randrange(len(self.runner.whole_model().layers)), [MemoryError("fake memory is full")])
         if chance(0.5):
-            self.faults.arm(rng.randrange(len(self.runner.model.layers)), [KeyboardInterrupt()])
+            self.faults.arm(rng.randrange(len(self.runner.whole_model().layers)), [KeyboardInterrupt()])
         self._callback_raises = chance(0.5)
         if chance(0.5):
             self.known[rng.randrange(len(self.known))] = self._fresh()
@@ -378,8 +381,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def growth(values: list[float]) -> float:
+def growth(values: Iterable[float]) -> float:
     """By how much the median of the last fifth exceeds that of the first fifth after `SETTLED`, relatively."""
+    values = list(values)
     values = values[int(len(values) * SETTLED) :]
     part = max(1, len(values) // 5)
     first, last = statistics.median(values[:part]), statistics.median(values[-part:])
@@ -409,8 +413,13 @@ def make_runners(
     """The engine's runner, whose pools hold two of ``seqs`` sequences at their longest, and one for single requests."""
     source = PredictableSource(config)
     dtype = torch.float32 if numerics == "exact" else torch.bfloat16
-    common = {"device": device, "numerics": numerics, "dtype": dtype, "progress": False}
-    sizes = {"max_model_len": longest + 32, "max_num_seqs": seqs, "max_num_batched_tokens": chunk, "max_snapshots": 8}
+    common: dict[str, Any] = {"device": device, "numerics": numerics, "dtype": dtype, "progress": False}
+    sizes: dict[str, Any] = {
+        "max_model_len": longest + 32,
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": chunk,
+        "max_snapshots": 8,
+    }
     limit = cache_bytes(config, numerics, dtype, 2 * sizes["max_model_len"], sizes)
     runner = ModelRunner.from_source(config, source, kv_cache_bytes=limit, **common, **sizes)
     single = ModelRunner.from_source(
@@ -422,7 +431,7 @@ def make_runners(
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=required(__doc__).splitlines()[0])
     parser.add_argument("--model", default="v4", help="v4 or v32 (small ones), a preset or a config.json (default: v4)")
     parser.add_argument("--layers", type=int, help="keep this many layers of the model, and its MTP layer")
     parser.add_argument("--experts", type=int, help="routed experts per layer (default: the model's)")

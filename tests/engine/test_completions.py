@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def expected(llm):
     for index, ids in enumerate(PROMPTS):
         texts = []
         for completion in range(3):
-            alone = SamplingParams(**vars(PARAMS) | {"n": 1})
+            alone = replace(PARAMS, n=1)
             request = Request.create(llm.runner, llm.tokenizer, ids, alone, index)
             request.generator = make_generator(PARAMS, index, completion)
             llm.engine.submit(request)
@@ -64,7 +65,7 @@ def test_each_completion_has_its_own_random_numbers(llm, expected):
     assert llm.engine.stats.prefill_tokens - before < 100 + 7 + 5, "prompts are computed once"
     assert [[other.cached_tokens for other in completion.others] for completion in found] == [[99, 99], [6, 6], [0, 0]]
     assert {output.finish_reason for completion in found for output in completion.outputs} == {"length"}
-    [single] = llm.generate([PROMPTS[0]], SamplingParams(**vars(PARAMS) | {"n": 1}))
+    [single] = llm.generate([PROMPTS[0]], replace(PARAMS, n=1))
     assert single.token_ids == expected[0][0]
     assert single.outputs == [single]
     assert leaked(llm.engine) == {}
@@ -72,7 +73,7 @@ def test_each_completion_has_its_own_random_numbers(llm, expected):
 
 def test_more_completions_than_run_at_once(llm):
     [few] = llm.generate([PROMPTS[1]], PARAMS)
-    [many] = llm.generate([PROMPTS[1]], SamplingParams(**vars(PARAMS) | {"n": 11}))
+    [many] = llm.generate([PROMPTS[1]], replace(PARAMS, n=11))
     assert len(many.outputs) == 11
     assert tokens_of(many)[:3] == tokens_of(few)
     assert leaked(llm.engine) == {}
@@ -95,7 +96,7 @@ def test_drafts_and_snapshots(folder, expected, monkeypatch, options):
 
 
 def test_a_prompt_is_yielded_once_all_are_done(llm, expected):
-    params = SamplingParams(**vars(PARAMS) | {"n": 2})
+    params = replace(PARAMS, n=2)
     given = [IndexedPrompt(0, PROMPTS[0]), IndexedPrompt(1, [-1]), IndexedPrompt(2, PROMPTS[2], params)]
     found = dict(llm.generate_iter(given, PARAMS, max_in_flight=1))
     assert sorted(found) == [0, 1, 2]
@@ -138,7 +139,7 @@ def test_a_first_that_fails_leaves_the_prompt_to_the_others(llm, expected):
 @pytest.mark.parametrize("every", [1, 4])
 def test_interrupted_where_the_prompt_is_shared(llm, expected, every):
     """Before every so many lines of the functions that share it: the same tokens come, and no page is lost."""
-    engine, params = llm.engine, SamplingParams(**vars(PARAMS) | {"max_tokens": 2})
+    engine, params = llm.engine, replace(PARAMS, max_tokens=2)
     request = engine.add_request(PROMPTS[1], params, index=1)
     lines = {}
     while engine.has_unfinished:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tests.support.drafts import DraftedSource
 from tests.support.predictable import PredictableSource
 from tests.support.small_models import prompt, small_config
 from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.typed import required
 
 RATIOS = [4, 16, 128, 0]
 NUMERICS = {
@@ -41,7 +43,7 @@ Rows = list[tuple[tuple[int, ...], torch.Tensor]]  # tokens of a sequence up to 
 Texts = list[tuple[int, ...]]
 
 
-def config_of(device: torch.device, family: str, numerics: str = "exact") -> ModelConfig:
+def config_of(device: torch.device, family: str, numerics: str = "exact") -> Any:
     if family == "v3":
         return v32_cases.small("deepseek_v3")
     if family == "v41":
@@ -138,7 +140,7 @@ def through_engine(runner: ModelRunner, drafts: int = 0, prefixes: bool = False,
     assert engine.stats.preempted > 0
     assert engine.stats.cached_tokens > 0 or not prefixes
     assert engine.stats.accepted > 0 or not drafts
-    engine.prefixes.clear()
+    required(engine.prefixes).clear()
     runner.decode_query_len = 1
     return [tuple(request.sequence.token_ids) for request in requests]
 

@@ -14,6 +14,7 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.runner import Sequence
 from tests.engine.fake_runner import BROKEN, NOT_FINITE, FakeRunner
 from tests.support.requests import finish, greedy
+from tests.support.typed import required, untyped
 
 C4, C16 = ratio_group(4), ratio_group(16)
 
@@ -25,7 +26,7 @@ def tokens(n: int, first: int = 10) -> list[int]:
 def expected(engine: Engine, prompt: list[int], count: int) -> list[int]:
     found = list(prompt)
     for _ in range(count):
-        found.append(engine.runner.oracle(found))
+        found.append(untyped(engine.runner).oracle(found))
     return found[len(prompt) :]
 
 
@@ -141,7 +142,7 @@ def test_a_request_that_breaks_the_step_fails_alone(broken, at):
     finish(engine)
     if broken == BROKEN or at == 120:
         assert bad.finish_reason == "error"
-        assert ("RuntimeError: a broken token" if broken == BROKEN else "NaN") in bad.error
+        assert ("RuntimeError: a broken token" if broken == BROKEN else "NaN") in required(bad.error)
     else:
         assert bad.finish_reason == "length"
     for request, n in zip(good, (100, 3, 70), strict=True):
@@ -186,7 +187,7 @@ def test_an_answer_that_outgrows_the_pools_alone_fails_with_what_it_has():
     bad = engine.add_request(tokens(200), greedy(100))
     finish(engine)
     assert bad.finish_reason == "error"
-    assert "the ratio4 pool has 0 free pages" in bad.error
+    assert "the ratio4 pool has 0 free pages" in required(bad.error)
     assert bad.completion().token_ids == expected(engine, tokens(200), 60)  # the entry of 256 closes at 260
     assert pages_free(engine)
 
@@ -200,7 +201,7 @@ def test_pages_held_by_others_are_no_reason_to_stop():
     runner.step([(other, 9) for other in others])
     bad = engine.add_request(tokens(200), greedy(1))
     finish(engine)
-    assert "the state pool has 0 free pages" in bad.error
+    assert "the state pool has 0 free pages" in required(bad.error)
     for other in others:
         other.free()
     good = engine.add_request(tokens(200), greedy(1))
@@ -263,7 +264,9 @@ def test_out_of_memory_for_one_token_fails_that_request():
     engine = Engine(runner)
     requests = [engine.add_request(tokens(20), greedy(5)) for _ in range(2)]
     finish(engine)
-    assert all("out of memory for a single token: fake memory is full" in request.error for request in requests)
+    assert all(
+        "out of memory for a single token: fake memory is full" in required(request.error) for request in requests
+    )
     assert pages_free(engine)
 
 
@@ -286,7 +289,7 @@ def test_a_keyboard_interrupt_is_no_failure_of_a_request():
 def test_parameters_of_another_type_are_refused():
     engine = Engine(FakeRunner.create())
     for params in ({}, {"max_tokens": 3}, 5, "greedy", [greedy(3)]):
-        bad = engine.add_request(tokens(9), params)
+        bad = engine.add_request(tokens(9), untyped(params))
         assert bad.error == f"params: SamplingParams, got {params!r}"
         assert engine.has_unfinished
         assert [output.request for output in engine.step()] == [bad]
@@ -308,7 +311,7 @@ def test_a_request_runs_once_and_in_its_own_engine():
     with pytest.raises(ValueError, match="made for another runner"):
         elsewhere.submit(Request.create(runner, None, tokens(9), greedy(5)))
     with pytest.raises(ValueError, match="a Request is needed, got"):
-        engine.submit(tokens(9))
+        engine.submit(untyped(tokens(9)))
     assert not other.has_unfinished
     assert not elsewhere.has_unfinished
     finish(engine)
@@ -504,7 +507,7 @@ def test_a_recomputed_request_starts_from_what_it_left():
 def test_snapshots_go_before_requests_do():
     engine = Engine(FakeRunner.create(max_snapshots=8, pages={C4: 4, C16: 4, WINDOW: 30}))
     ask(engine, tokens(300))
-    assert len(engine.prefixes) > 0
+    assert len(required(engine.prefixes)) > 0
     assert engine.last_step.pages[C4][0] > 0
     requests = [engine.add_request(tokens(300, first=50 + i), greedy(4)) for i in range(2)]
     finish(engine)
@@ -520,7 +523,7 @@ def test_engines_of_one_runner_share_its_prefixes():
     assert [ask(engine, prompt).cached_tokens for prompt in prompts for engine in (first, second)] == [0, 128] * 3
     del first
     assert [ask(second, prompt).cached_tokens for prompt in prompts] == [128] * 3
-    runner.prefixes.clear()
+    required(runner.prefixes).clear()
     assert pages_free(second)
 
 
@@ -594,7 +597,7 @@ def test_a_decoder_that_takes_several_tokens_per_step(pages):
     assert decoder.accepted > 40
     assert engine.stats.steps < (30 if pages is None else 60)
     assert (engine.stats.preempted > 0) == (pages is not None)
-    engine.prefixes.clear()
+    required(engine.prefixes).clear()
     assert pages_free(engine)
 
 
@@ -605,7 +608,7 @@ def test_forks_of_a_request_outlive_it():
     child: Sequence = request.sequence.fork()
     finish(engine)
     child.token_ids.append(33)
-    [logits] = engine.runner.step([(child, child.num_pending)]).logits
-    assert int(logits.argmax()) == engine.runner.oracle(child.token_ids)
+    [logits] = required(engine.runner.step([(child, child.num_pending)]).logits)
+    assert int(logits.argmax()) == untyped(engine.runner).oracle(child.token_ids)
     child.free()
     assert pages_free(engine)

@@ -13,6 +13,7 @@ from deepseek_attn.engine.sampling import SamplingParams
 from tests.engine.fake_runner import BROKEN, NOT_FINITE, FakeRunner
 from tests.engine.workload import check_pages
 from tests.support.tiers import tiered
+from tests.support.typed import untyped
 
 VARIANTS = {
     "roomy": {},
@@ -59,7 +60,7 @@ class Fuzz:
         if self.done and rng.random() < 0.2:  # the next turn of a conversation
             prompt = (rng.choice(self.done) + prompt)[: self.longest]
         if rng.random() < 0.08:
-            prompt[rng.randrange(len(prompt))] = rng.choice([BROKEN, NOT_FINITE, -1, 512, "x"])
+            prompt[rng.randrange(len(prompt))] = rng.choice(untyped([BROKEN, NOT_FINITE, -1, 512, "x"]))
         if rng.random() < 0.03:
             prompt = rng.choice([[], [5] * (self.longest + 2)])
         params = SamplingParams(temperature=0, max_tokens=rng.randint(1, self.most_new), ignore_eos=True)

@@ -38,6 +38,7 @@ from tests.engine.workload import (
 from tests.support.predictable import PredictableSource
 from tests.support.small_models import two_layers
 from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.typed import required
 
 SEQS, SNAPSHOTS, DRAFTS = 8, 12, (0, 1, 2, 3)
 
@@ -87,7 +88,9 @@ def workload(device: torch.device, family: str, numerics: str) -> tuple[ModelRun
     )
     jobs = make_jobs(size.requests, size.longest, config.vocab_size, seed=3, greedy=size.greedy)
     jobs = [
-        replace(job, arrival=job.arrival // 2, params=replace(job.params, max_tokens=3 * job.params.max_tokens))
+        replace(
+            job, arrival=job.arrival // 2, params=replace(job.params, max_tokens=3 * required(job.params.max_tokens))
+        )
         for job in jobs
     ]
     return runner, jobs, alone(runner, jobs)

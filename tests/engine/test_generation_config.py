@@ -15,6 +15,7 @@ from deepseek_attn.cli import main
 from deepseek_attn.config.generation import GENERATION_FILE
 from deepseek_attn.engine.engine import Engine
 from tests.support.small_models import two_layers
+from tests.support.typed import required
 
 OPTIONS = {"device": "cpu", "max_model_len": 100, "max_num_seqs": 1, "progress": False}
 PROMPT = [*range(5, 65)]
@@ -79,7 +80,7 @@ def test_defaults_are_those_of_the_file_and_flags_override(folder, capsys):
         assert main([*start, "--max-model-len", "100", *(all_flags if flags is None else flags)]) == 0
         printed = capsys.readouterr()
         texts.append((printed.out, printed.err.splitlines()[-1]))
-    decode = LLM(model, **OPTIONS).tokenizer.decode
+    decode = required(LLM(model, **OPTIONS).tokenizer).decode
     assert texts[0] == (decode(expected) + "\n", "finish_reason: length (--max-tokens 7)")
     assert texts[1] == (decode(other) + "\n", "finish_reason: length (--max-tokens 7)")
     assert texts[2][1] == "finish_reason: length (--max-tokens 2)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from tests.support.predictable import PredictableSource
 from tests.support.requests import finish, greedy
 from tests.support.small_models import prompt, small_config, small_runner
 from tests.support.tiers import tiered
+from tests.support.typed import required
 from tests.support.v32_cases import small
 from tests.support.v41_cases import shallow
 
@@ -124,7 +126,7 @@ def interrupted_everywhere(
     assert sum(fired) > 0.8 * len(lines), "most lines run in every round"
 
 
-FAKES = {
+FAKES: dict[str, Any] = {
     "v4": {"max_snapshots": 3},
     "v4 few pages": {"max_snapshots": 2, "pages": {ratio_group(4): 4, WINDOW: 12}},
     "v32": {"ratios": None, "max_snapshots": 3},
@@ -148,7 +150,7 @@ def test_bookkeeping(fake, every):
     runner = FakeRunner.create(max_num_batched_tokens=90, **FAKES[fake])
     with pages_returned(runner):
         interrupted_everywhere(lambda: Engine(runner), fake_jobs(), every, (*LIBRARY, fake_runner.__file__))
-        runner.prefixes.clear()
+        required(runner.prefixes).clear()
     assert len(runner.manager.free_snapshots) == runner.layout.max_snapshots
 
 
@@ -191,13 +193,13 @@ def test_models(family, drafts, persistent, every, start):
 
     def make_engine() -> Engine:
         if persistent:
-            shape = (runner.model, runner.layout, runner.device)
+            shape = (runner.whole_model(), runner.layout, runner.device)
             runner.graphs = DecodeGraphs(*shape, batches=[2, 4], capture=False, engram=runner.tables)
         return Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
 
     with pages_returned(runner):
         interrupted_everywhere(make_engine, jobs, every, start=start)
-        runner.prefixes.clear()
+        required(runner.prefixes).clear()
 
 
 GRAPHS = list(product(["v4", "v32"], [0, 2]))
@@ -231,7 +233,7 @@ def test_captured_graphs(family, drafts, every, device):
 
     with pages_returned(runner):
         interrupted_everywhere(make_engine, jobs, every, drop_graphs=capture_anew)
-        runner.prefixes.clear()
+        required(runner.prefixes).clear()
 
 
 def test_a_step_that_no_rollback_takes_back():
@@ -265,8 +267,10 @@ def test_a_step_that_no_rollback_takes_back():
         for layer in range(3):
             found = generate(layer)
             assert found.token_ids == expected.token_ids
-            assert found.prompt_logprobs.token_ids.tolist() == tokens[1:]
-            np.testing.assert_allclose(found.prompt_logprobs.logprobs, expected.prompt_logprobs.logprobs, atol=1e-5)
+            assert required(found.prompt_logprobs).token_ids.tolist() == tokens[1:]
+            np.testing.assert_allclose(
+                required(found.prompt_logprobs).logprobs, required(expected.prompt_logprobs).logprobs, atol=1e-5
+            )
 
 
 def test_interrupted_again_while_it_makes_up(monkeypatch):
@@ -296,5 +300,5 @@ def test_interrupted_again_while_it_makes_up(monkeypatch):
     while broken.engine.has_unfinished:
         broken.step()
     broken.check(expected)
-    runner.prefixes.clear()
+    required(runner.prefixes).clear()
     assert runner.manager.available_pages() == {group: n - 1 for group, n in runner.layout.pages.items()}

@@ -8,6 +8,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,8 +29,15 @@ from deepseek_attn.engine.stats import StepStats
 from deepseek_attn.text.tokenizer import Tokenizer
 from tests.support.interruptions import InterruptBefore
 from tests.support.tiers import tiered
+from tests.support.typed import required, untyped
 
-OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 3, "max_num_batched_tokens": 40, "progress": False}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "max_model_len": 200,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 40,
+    "progress": False,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -227,7 +235,7 @@ def test_interrupted_and_used_again(llm, free_pages, use):
 def test_text_of_interrupted_steps(llm, free_pages):
     """Before lines that make text of tokens, which a stop string holds back in part."""
     modules = (deepseek_attn.engine.request, deepseek_attn.engine.stopping, deepseek_attn.text.tokenizer)
-    files = tuple(module.__file__ for module in modules)
+    files = tuple(required(module.__file__) for module in modules)
     whole = llm.generate("abc", GREEDY)[0].text
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=(whole[1:4] + "no", whole[-1] + "no"))
 
@@ -275,7 +283,7 @@ def test_a_request_that_fails_on_the_way_fails_alone(llm, free_pages, monkeypatc
 
 
 def test_prefixes_are_kept_between_calls(llm, tmp_path):
-    options = OPTIONS | {"max_snapshots": 2, "max_num_batched_tokens": 200}
+    options: dict[str, Any] = OPTIONS | {"max_snapshots": 2, "max_num_batched_tokens": 200}
     warm = LLM(llm.directory, **options)
     [prompt] = prompts(150)
     found = [warm.generate([prompt], GREEDY)[0] for _ in range(2)]
@@ -558,10 +566,11 @@ CALLING = [
 def test_tool_calls(llm, stop):
     """Whole and streamed, and back into the next prompt; markup that is spelled in ordinary tokens is text."""
     params = replace(GREEDY, max_tokens=500, stop=stop, ignore_eos=True)
-    with LLM(llm.directory, **OPTIONS | {"max_model_len": 3000}) as own:
+    options: dict[str, Any] = OPTIONS | {"max_model_len": 3000}
+    with LLM(llm.directory, **options) as own:
         messages = [{"role": "user", "content": "hi"}]
         prompt, _ = own.chat_prompt(messages, tools=[TOOL], thinking=True)
-        text = own.tokenizer.decode(prompt)
+        text = required(own.tokenizer).decode(prompt)
         stream = reply(own, text, ["why", ("</think>",), "I look.", *CALLING], params)
         assert stream._request.prompt_token_ids == prompt
         deltas = list(stream.deltas())
@@ -575,16 +584,16 @@ def test_tool_calls(llm, stop):
         [asked] = completion.message["tool_calls"]
         result = {"role": "tool", "tool_call_id": asked["id"], "content": "12"}
         going_on, _ = own.chat_prompt([*messages, completion.message, result], tools=[TOOL], thinking=True)
-        eos = own.tokenizer.eos_token_id
+        eos = required(own.tokenizer).eos_token_id
         assert going_on[: len(prompt) + len(completion.token_ids) + 1] == [*prompt, *completion.token_ids, eos]
         assert (
             own.chat(
                 messages, tools=[TOOL], params=replace(params, max_tokens=1), tool_choice="required"
             ).prompt_token_ids[-1]
-            == (own.tokenizer.encode("\n")[0])
+            == (required(own.tokenizer).encode("\n")[0])
         )
         with pytest.raises(TypeError, match="tool"):
-            own.chat(messages, tool=[TOOL])
+            untyped(own).chat(messages, tool=[TOOL])
 
 
 def joined(deltas: list[dict]) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked, use_buckets
 from tests.support.requests import finish
 from tests.support.tiers import tiered
+from tests.support.typed import required, untyped
 
 VOCAB = 67
 PROMPT = [3, 9, 9, 40, 41]
@@ -36,8 +38,8 @@ STOPS = [1, 7]
 
 def row_of(params, prompt=PROMPT, output=OUTPUT, drafts=0):
     """A row after a prompt and an output, whose last tokens are drafts."""
-    params = SamplingParams(**params).resolved() if isinstance(params, dict) else params
-    rules = LogitsRules(params, bad_word_ids(params.bad_words, None), STOPS, VOCAB)
+    resolved = SamplingParams(**params).resolved() if isinstance(params, dict) else params
+    rules = LogitsRules(resolved, bad_word_ids(resolved.bad_words, None), STOPS, VOCAB)
     assert rules.apply_to(0)
     tokens = [*prompt, *output, 2, 2]  # later drafts, which the row does not come after
     end = len(prompt) + len(output)
@@ -57,7 +59,7 @@ def processed(params, logits, **row):
 
 
 def ids(tokens):
-    return torch.tensor([tokens], dtype=torch.int64, device="cpu")
+    return untyped(torch.tensor([tokens], dtype=torch.int64, device="cpu"))  # transformers wants a LongTensor
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
@@ -95,7 +97,7 @@ def test_min_tokens_is_transformers(generated):
 
 def test_logit_bias_is_transformers():
     logits, bias = logits_of(), {3: -100.0, 9: 2.5, 66: 100.0}
-    theirs = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
+    theirs = SequenceBiasLogitsProcessor(untyped({(token,): value for token, value in bias.items()}))
     assert torch.equal(processed({"logit_bias": bias}, logits), theirs(ids(OUTPUT), logits.clone()))
 
 
@@ -127,7 +129,7 @@ def test_all_of_them_come_in_the_order_of_vllm():
         row += 1
         return row
 
-    params = {
+    params: dict[str, Any] = {
         "allowed_token_ids": range(1, 66), "bad_words": [[30], [60, 31]], "min_tokens": 9, "logit_bias": {9: 3, 5: -8},
         "repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2,
         "logits_processors": [double, add],
@@ -174,18 +176,18 @@ def test_counts_follow_the_tokens():
     row.token_ids = [*PROMPT, *(OUTPUT * 20)]
     for end in (5, 6, 9, 9, 40, 41, 100):
         row.confirmed = end
-        counts = row.rules.counts(row, torch.device("cpu"))
+        counts = required(row.rules).counts(row, torch.device("cpu"))
         assert counts.output.tolist() == [row.token_ids[5:end].count(i) for i in range(VOCAB)]
         assert counts.prompt.nonzero().flatten().tolist() == sorted(set(PROMPT))
         if end == 40:
-            row.rules.forget()
+            required(row.rules).forget()
 
 
 @pytest.mark.parametrize("min_p", [0.05, 0.3, 1.0])
 def test_min_p_is_transformers(min_p):
     """The tokens that are drawn are those that the warper keeps; top-k is over them."""
     logits = torch.randn(1, 12, dtype=torch.float32, device="cpu")
-    kept = MinPLogitsWarper(min_p)(None, logits / 0.9)[0].isfinite().nonzero().flatten().tolist()
+    kept = MinPLogitsWarper(min_p)(untyped(None), logits / 0.9)[0].isfinite().nonzero().flatten().tolist()
     for top_k in (0, 4):
         params = SamplingParams(temperature=0.9, min_p=min_p, top_k=top_k, seed=3)
         rows = logits.expand(4000, -1).contiguous()
@@ -236,11 +238,11 @@ def test_what_depends_on_the_model_is_checked_before_anything_runs(llm):
         ({"min_tokens": 300}, "min_tokens=300: must be at most max_tokens=256"),
     ):
         with pytest.raises(ValueError, match=message):
-            llm.generate([PROMPT], SamplingParams(**params))
+            llm.generate([PROMPT], SamplingParams(**untyped(params)))
     with pytest.raises(ValueError, match="bad_words has the text 'x', and there is no tokenizer"):
         bad_word_ids(("x",), None)
     assert not engine.has_unfinished
-    assert SamplingParams(logit_bias={"5": 1}, bad_words="a", stop=None).logit_bias == {5: 1}
+    assert SamplingParams(**untyped({"logit_bias": {"5": 1}, "bad_words": "a", "stop": None})).logit_bias == {5: 1}
 
 
 def test_bad_words_are_those_within_a_text_too():
@@ -318,7 +320,9 @@ def by_hand(runner, prompt, params, index):
             row = NoBadWordsLogitsProcessor([list(word) for word in params.bad_words])(ids(output), row)
         row = MinNewTokensLengthLogitsProcessor(len(prompt), params.min_tokens, sorted(stops))(ids(tokens), row)
         if params.logit_bias:
-            row = SequenceBiasLogitsProcessor({(t,): float(b) for t, b in params.logit_bias.items()})(ids(output), row)
+            row = SequenceBiasLogitsProcessor(untyped({(t,): float(b) for t, b in params.logit_bias.items()}))(
+                ids(output), row
+            )
         for function in params.logits_processors:
             row = function(output, row[0].clone())[None]
         row = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids(tokens), row).double()

@@ -28,6 +28,7 @@ from tests.support.predictable import PredictableSource
 from tests.support.requests import finish, greedy
 from tests.support.small_models import prompt, small_config, small_runner
 from tests.support.tiers import tiered
+from tests.support.typed import required
 from tests.support.v32_cases import small
 from tests.support.v41_cases import shallow
 
@@ -76,7 +77,7 @@ def assert_those_of_the_text(runner: ModelRunner, request: Request, tolerance: f
             assert (part is None) == (top is None)
             if part is None:
                 continue
-            expected = expected_logprobs(logits[rows], tokens[1:][rows], top)
+            expected = expected_logprobs(logits[rows], tokens[1:][rows], required(top))
             if not tolerance:
                 assert part == expected
             assert part.token_ids.tolist() == tokens[1:][rows]
@@ -104,7 +105,7 @@ def generate(
             engine.step()
             if preempt and next(steps) % 4 == 0 and engine.scheduler.running:
                 engine.scheduler.preempt(rng.choice(engine.scheduler.running), engine.last_step)
-    engine.prefixes.clear()
+    required(engine.prefixes).clear()
     runner.decode_query_len, runner.graphs = 1, None
     return requests, engine
 
@@ -158,7 +159,7 @@ def test_a_prompt_that_is_scored_takes_no_prefix(runner):
         found.append(request.completion())
     assert [bool(completion.cached_tokens) for completion in found] == [False, True, True, False, True]
     assert found[3].prompt_logprobs.token_ids.tolist() == tokens[1:]
-    engine.prefixes.clear()
+    required(engine.prefixes).clear()
 
 
 def test_prompts_with_one_beginning_start_together(runner):
@@ -170,7 +171,7 @@ def test_prompts_with_one_beginning_start_together(runner):
     engine.step()
     assert engine.last_step.prefills == 3
     finish(engine)
-    engine.prefixes.clear()
+    required(engine.prefixes).clear()
 
 
 def test_they_are_of_the_model_not_of_what_is_sampled_from(runner):
@@ -190,11 +191,11 @@ def test_they_are_of_the_model_not_of_what_is_sampled_from(runner):
     finish(engine)
     found = request.completion().logprobs
     log_softmax = logits[-1].double().log_softmax(0)
-    assert found.token_ids.tolist() == [rare]
-    assert found.ranks.tolist() == [runner.config.vocab_size]
-    assert found.top_ids[0].tolist() == log_softmax.topk(2).indices.tolist()
-    np.testing.assert_allclose(found.logprobs, [float(log_softmax[rare])], atol=1e-5)
-    np.testing.assert_allclose(found.top_logprobs[0], log_softmax.topk(2).values.numpy(), atol=1e-5)
+    assert required(found).token_ids.tolist() == [rare]
+    assert required(found).ranks.tolist() == [runner.config.vocab_size]
+    assert required(found).top_ids[0].tolist() == log_softmax.topk(2).indices.tolist()
+    np.testing.assert_allclose(required(found).logprobs, [float(log_softmax[rare])], atol=1e-5)
+    np.testing.assert_allclose(required(found).top_logprobs[0], log_softmax.topk(2).values.numpy(), atol=1e-5)
 
 
 def test_they_come_with_the_tokens():
@@ -204,11 +205,11 @@ def test_they_come_with_the_tokens():
     stream = llm.stream("It is a truth universally", params)
     for _ in stream:
         completion = stream.completion
-        assert completion.logprobs.token_ids.tolist() == completion.token_ids
+        assert required(completion.logprobs).token_ids.tolist() == completion.token_ids
     request = llm.engine.add_request(stream.completion.prompt_token_ids, params)
     outputs = [output for output in finish(llm.engine) if output.token_ids]
-    assert all(output.logprobs.token_ids.tolist() == list(output.token_ids) for output in outputs)
-    assert TokenLogprobs.join([output.logprobs for output in outputs], 1) == request.completion().logprobs
+    assert all(required(output.logprobs).token_ids.tolist() == list(output.token_ids) for output in outputs)
+    assert TokenLogprobs.join([required(output.logprobs) for output in outputs], 1) == request.completion().logprobs
     assert llm.generate("It is", greedy(2))[0].logprobs is None
 
 
@@ -219,7 +220,7 @@ def test_broken_logits_fail_alone():
     sound = engine.add_request([5, 6], greedy(3, logprobs=1))
     finish(engine)
     assert broken.completion().logprobs == TokenLogprobs.join([], 1)
-    assert sound.completion().logprobs.token_ids.tolist() == sound.completion().token_ids
+    assert required(sound.completion().logprobs).token_ids.tolist() == sound.completion().token_ids
 
 
 def test_a_request_that_ends_within_its_prompt(runner):
@@ -229,8 +230,8 @@ def test_a_request_that_ends_within_its_prompt(runner):
     engine.step()
     engine.cancel(request)
     found: Completion = request.completion()
-    assert len(found.prompt_logprobs) == 10
-    assert found.logprobs.top_ids.shape == (0, 1)
+    assert len(required(found.prompt_logprobs)) == 10
+    assert required(found.logprobs).top_ids.shape == (0, 1)
 
 
 def test_a_row_that_is_recorded_again_takes_its_place():
@@ -240,7 +241,7 @@ def test_a_row_that_is_recorded_again_takes_its_place():
     kept = RequestLogprobs(0, None, 0)
     for number, token in ((0, 4), (1, 5), (1, 6)):
         kept.record(number, row(token))
-    assert kept.of_generated(0, 2).token_ids.tolist() == [4, 6]
+    assert required(kept.of_generated(0, 2)).token_ids.tolist() == [4, 6]
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
@@ -255,8 +256,8 @@ def test_more_alternatives_than_tokens(runner):
     request = engine.add_request([1, 2, 3], greedy(1, logprobs=MAX_TOP, prompt_logprobs=MAX_TOP))
     finish(engine)
     found = request.completion()
-    assert found.logprobs.top_ids.shape == (1, runner.config.vocab_size)
-    assert found.prompt_logprobs.top_ids.shape == (2, runner.config.vocab_size)
+    assert required(found.logprobs).top_ids.shape == (1, runner.config.vocab_size)
+    assert required(found.prompt_logprobs).top_ids.shape == (2, runner.config.vocab_size)
 
 
 def test_a_step_without_them_has_none(runner):

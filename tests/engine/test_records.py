@@ -9,6 +9,7 @@ import itertools
 import json
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +31,9 @@ from tests.support.predictable import PredictableSource
 from tests.support.requests import greedy, prompt
 from tests.support.small_models import assert_close, small_config
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
-SIZES = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_rollback": 8}
+SIZES: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_rollback": 8}
 CONFIGS = {
     "v4": lambda: small_config([0, 4, 16], mtp=1, vocab_size=320),
     "v3.2": lambda: v32_cases.small(num_nextn_predict_layers=1, vocab_size=320),
@@ -43,7 +45,7 @@ CONFIGS = {
 def runner_of(family: str) -> ModelRunner:
     config = CONFIGS[family]()
     source = PredictableSource(config) if config.dspark is None else DraftedSource(config)
-    options = SIZES | {"deterministic": True, "max_snapshots": 4, "progress": False, "device": "cpu"}
+    options: dict[str, Any] = SIZES | {"deterministic": True, "max_snapshots": 4, "progress": False, "device": "cpu"}
     return ModelRunner.from_source(config, source, **options)
 
 
@@ -66,14 +68,14 @@ def assert_same(found: TokenRecords, expected: TokenRecords) -> None:
 
 def alone(runner: ModelRunner, tokens: list[int]) -> TokenRecords:
     """Records of a text without its last token, computed by itself."""
-    return runner.score_records([tokens[:-1]], options_of(runner))[1][0]
+    return required(runner.score_records([tokens[:-1]], options_of(runner))[1][0])
 
 
 def assert_whole(runner: ModelRunner, request: Request) -> None:
     assert request.error is None
     text = request.prompt_token_ids + request.completion().token_ids
-    assert request.records.token_ids.tolist() == text[:-1]
-    assert_same(request.records, alone(runner, text))
+    assert required(required(request.records).token_ids).tolist() == text[:-1]
+    assert_same(required(request.records), alone(runner, text))
 
 
 def submit(engine: Engine, tokens: list[int], count: int, **options) -> Request:
@@ -100,7 +102,7 @@ WAYS = list(itertools.product(CONFIGS, [0, 2], [0, 3]))
 def test_each_computed_token_has_one_row(family, drafts, preempt_every):
     """Prompts in chunks of a step that others share, decodes, drafts that are rejected, and tokens computed again."""
     runner = runner_of(family)
-    runner.prefixes.clear()
+    required(runner.prefixes).clear()
     engine = Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
     requests = [submit(engine, prompt(n, seed), 6) for seed, n in enumerate((41, 9, 1))]
     plain = engine.add_request(prompt(5, 9), greedy(6))
@@ -147,8 +149,8 @@ def test_tokens_of_kept_prefixes_are_computed(runner):
     finish(engine)
     assert again.cached_tokens == 0
     assert plain.cached_tokens > 0
-    assert_same(again.records, first.records)
-    assert len(again.records) == len(tokens) + 1
+    assert_same(required(again.records), required(first.records))
+    assert len(required(again.records)) == len(tokens) + 1
 
 
 @pytest.mark.exhaustive
@@ -421,7 +423,7 @@ def test_models_without_an_indexer_have_no_selections():
     with pytest.raises(ValueError, match=r"selections: none of the layers .* has an indexer"):
         runner.record_options(selections=True)
     [_], [records] = runner.score_records([range(9)], runner.record_options(routes=True))
-    assert records.route_layers == (1,)
+    assert required(records).route_layers == (1,)
 
 
 def test_a_store_holds_no_more_than_a_block(tmp_path):
@@ -431,10 +433,10 @@ def test_a_store_holds_no_more_than_a_block(tmp_path):
     store = runner.record_store(options, tmp_path / "r.safetensors")
     rows = runner.score_records([prompt(9)], options)[1][0]
     for start in range(0, 900, 9):
-        store.put(start, rows)
+        store.put(start, required(rows))
     assert store._memory
     assert all(not len(array) for array in store._memory.values())
     found = store.finish(895)
-    assert len(found) == 895
-    assert torch.equal(found.experts, rows.experts.repeat(100, 1, 1)[:895])
+    assert len(required(found)) == 895
+    assert torch.equal(required(required(found).experts), required(required(rows).experts).repeat(100, 1, 1)[:895])
     assert [path.name for path in tmp_path.iterdir()] == ["r.safetensors"]

@@ -7,6 +7,7 @@ import torch
 
 from deepseek_attn.engine.drawing import CounterGenerator, make_generator, sample
 from deepseek_attn.engine.sampling import SamplingParams
+from tests.support.typed import untyped
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.0, 0.2, 0.05, 0.3])
 ORDER = [1, 5, 3, 0, 4]  # most likely first, the tie 0 / 4 by index
@@ -164,7 +165,7 @@ def test_extreme_random_numbers_never_reach_a_masked_token(params, uniform):
 
     logits = torch.full((1, 131072), -math.inf)
     logits[0, 1:-1] = 0.0
-    token = sample(logits, [params], [Constant()]).item()
+    token = sample(logits, [params], [untyped(Constant())]).item()
     highest = 3 if params.top_k else 131070
     assert token == (1 if uniform == 0 else highest)
 

@@ -7,6 +7,7 @@ layer, or the DSpark stages, still run and write their caches.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.runner.test_revisions import DSPARK_KEYS
 from tests.support.requests import greedy, prompt
 from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
+from tests.support.typed import required, untyped
 from tests.support.v41_cases import shallow
 
 LONGEST = 300
@@ -179,7 +181,7 @@ def test_the_next_turn_starts_from_generated_tokens(preset, drafts, persistent, 
     options = {"device": "cpu", "numerics": "exact", "max_num_seqs": 2, "max_model_len": 200, "max_snapshots": 4}
     plain, runner = (ModelRunner.from_config(config, **options) for _ in range(2))
     if persistent:
-        runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, capture=False)
+        runner.graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, capture=False)
     first = prompt(101)
     engines = Engine(plain), Engine(runner, decoder=MTPSpeculation(runner, drafts))
     expected = run_to_end(engines[0], first, count)
@@ -222,8 +224,8 @@ def block_logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
     """Logits of the first draft after ``tokens`` by a DSpark drafter, in a sequence of its own."""
     sequence = runner.sequence(tokens)
     output = runner.step([(sequence, len(tokens) - 1)], StepOptions(all_logits=True, hidden_states=True, mtp=True))
-    runner.manager.reserve([(sequence.cache, runner.drafter.rows_past_end(1))])
-    drafts = runner.draft([DraftRows(sequence, 0, output.hidden_states[0], tokens[1:])])
+    runner.manager.reserve([(sequence.cache, required(runner.drafter).rows_past_end(1))])
+    drafts = runner.draft([DraftRows(sequence, 0, required(output.hidden_states)[0], tokens[1:])])
     sequence.free()
     return drafts.logits[0]
 
@@ -234,7 +236,13 @@ def scorer(preset: str) -> ModelRunner:
     return ModelRunner.from_config(config, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
 
 
-OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 4, "max_num_batched_tokens": 40, "progress": False}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "max_model_len": 200,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 40,
+    "progress": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -464,6 +472,6 @@ def test_what_cannot_be_speculated(directory, plain):
     with pytest.raises(ValueError, match="16 drafts per step: supported are 1 to 15"):
         LLM(directory, speculate=16, **OPTIONS)
     with pytest.raises(ValueError, match="4 drafts per step: supported are 1 to 3"):
-        LLM(directory, speculate=4, **OPTIONS | {"max_num_batched_tokens": 4})
+        LLM(directory, speculate=4, **untyped(OPTIONS | {"max_num_batched_tokens": 4}))
     with pytest.raises(ValueError, match="needs an MTP layer"):
         LLM(directory, speculate=1, layers=[0], **OPTIONS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +28,9 @@ from tests.support.invariance_cases import MIXED, SAME
 from tests.support.requests import finish, greedy, prompt
 from tests.support.small_models import assert_close, small_config, small_runner, two_layers
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
-OPTIONS = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 256}
+OPTIONS: dict[str, Any] = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 256}
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +310,7 @@ def test_broken_logits_fail_alone(runner, expected, call, monkeypatch):
     if call % 4:  # computed again, with nothing broken: the row was a draft's
         assert len(found[2]) == 36
     else:
-        assert "NaN" in requests[2].error
+        assert "NaN" in required(requests[2].error)
         assert len(found[2]) < 36
 
 
@@ -407,7 +409,7 @@ def test_a_launched_step_leaves_what_a_rollback_needs(drafts, right):
     options = StepOptions(last=1 + drafts, greedy=True, drafts=drafts, next_step=tuple((s, 319) for s in sequences))
     output = runner.step([(s, 1 + drafts) for s in sequences], options)
     assert runner.next_step_launched
-    assert all(len(d) == drafts for d in output.drafts())
+    assert all(len(d) == drafts for d in required(output.drafts)())
     shortest = []
     for sequence, text in zip(sequences, truth, strict=True):
         sequence.truncate(len(text), keep_pages=True)
@@ -419,7 +421,7 @@ def test_a_launched_step_leaves_what_a_rollback_needs(drafts, right):
     texts = [list(sequence.token_ids) for sequence in sequences]
     logits = [[] for _ in sequences]
     for n in (1, 1, 5, 1, 16):
-        for rows, found in zip(logits, runner.step([(s, n) for s in sequences], StepOptions(all_logits=True)).logits,
+        for rows, found in zip(logits, runner.step([(s, n) for s in sequences], StepOptions(all_logits=True)).rows,
                                strict=True):  # fmt: skip
             rows.append(found)
     for sequence in sequences:

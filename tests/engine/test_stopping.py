@@ -6,6 +6,7 @@ import pytest
 
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.stopping import StopChecker
+from tests.support.typed import untyped
 
 EOS = 1
 
@@ -26,7 +27,7 @@ class Pieces:
 
 def run(texts, tail="", eos=(), **params):
     """Push all texts until the end; returns the emitted pieces and the reason."""
-    checker = StopChecker(SamplingParams(**{"max_tokens": 1000, **params}), eos, Pieces(texts, tail))
+    checker = StopChecker(SamplingParams(**{"max_tokens": 1000, **params}), eos, untyped(Pieces(texts, tail)))
     pieces = []
     for token_id in range(len(texts)):
         text, reason = checker.push(token_id)
@@ -115,7 +116,7 @@ def test_nothing_after_the_end():
 
 
 def test_abort_releases_what_was_held_back():
-    checker = StopChecker(SamplingParams(stop="END"), (), Pieces(["xE"], tail="?"))
+    checker = StopChecker(SamplingParams(stop="END"), (), untyped(Pieces(["xE"], tail="?")))
     assert checker.push(0).text == "x"
     assert checker.abort() == "E?"
     assert checker.reason == "abort"

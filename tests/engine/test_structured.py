@@ -6,6 +6,7 @@ import builtins
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from tests.engine.workload import leaked, use_buckets
 from tests.support.interruptions import InterruptBefore
 from tests.support.requests import finish, greedy, prompt
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 pytest.importorskip("llguidance", reason="pip install 'deepseek-attn[structured]'")
 
@@ -61,11 +63,17 @@ REGEX = r"(ab|c[0-9]){1,4}[0-9]{2,3}é?"
 LARK = 'start: "[" item ("," item)~0..3 "]"\nitem: /[a-c]{1,3}/ | "(" item ")"'
 STRUCTURES = {
     "json_schema": (SCHEMA, lambda text: check_json(json.loads(text))),
-    "regex": (REGEX, lambda text: re.fullmatch(REGEX, text)[0]),
+    "regex": (REGEX, lambda text: required(re.fullmatch(REGEX, text))[0]),
     "choices": (CHOICES, CHOICES.index),
-    "grammar": (LARK, lambda text: re.fullmatch(r"\[[a-c(),]+\]", text)[0]),
+    "grammar": (LARK, lambda text: required(re.fullmatch(r"\[[a-c(),]+\]", text))[0]),
 }
-OPTIONS = {"device": "cpu", "max_model_len": 400, "max_num_seqs": 6, "max_num_batched_tokens": 90, "progress": False}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "max_model_len": 400,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 90,
+    "progress": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -184,10 +192,12 @@ def test_greedy_texts_over_persistent_tensors(llm, runner, monkeypatch):
     for (ids, params), completion, after in zip(GREEDY, ahead, run_greedy(Engine(runner, llm.tokenizer)), strict=True):
         assert completion.token_ids == after.token_ids
         if params.logprobs is not None:
-            assert completion.logprobs.top_ids.tolist() == after.logprobs.top_ids.tolist()
-            np.testing.assert_allclose(completion.logprobs.logprobs, after.logprobs.logprobs, atol=2e-5)
+            assert required(completion.logprobs).top_ids.tolist() == required(after.logprobs).top_ids.tolist()
+            np.testing.assert_allclose(
+                required(completion.logprobs).logprobs, required(after.logprobs).logprobs, atol=2e-5
+            )
             [text] = runner.score_logprobs([ids + completion.token_ids])
-            np.testing.assert_allclose(completion.logprobs.logprobs, text.logprobs[len(ids) - 1 :], atol=2e-5)
+            np.testing.assert_allclose(required(completion.logprobs).logprobs, text.logprobs[len(ids) - 1 :], atol=2e-5)
     for (_, params), completion in zip(GREEDY[:-1], ahead, strict=False):
         STRUCTURES[kind_of(params)][1](completion.text)
 
@@ -202,7 +212,7 @@ def test_what_the_runner_allows_is_what_logits_processing_leaves(llm, output):
     rows = torch.randn(1, vocab)
     expected, failures = processed_logits(rows, [LogitsRow(rules, output, 0, len(output), len(output))])
     allowed = rules.allowed(output)
-    assert torch.equal(restrict(rows.clone(), [allowed]), expected)
+    assert torch.equal(restrict(rows.clone(), [required(allowed)]), expected)
     assert torch.equal(some_restricted(torch.cat([rows] * 2), [None, allowed]), torch.cat([rows, expected]))
     assert failures == {}
 
@@ -222,7 +232,7 @@ def test_interrupted_before_any_line(llm, runner):
         return Engine(runner, llm.tokenizer)
 
     interrupted_everywhere(make_engine, jobs, every=83, start=7)
-    interrupted_everywhere(make_engine, jobs[::2], 5, tuple(module.__file__ for module in MASKING))
+    interrupted_everywhere(make_engine, jobs[::2], 5, tuple(required(module.__file__) for module in MASKING))
     assert runner.manager.available_pages() == before
 
 
@@ -233,7 +243,7 @@ MASKING = structured, logits, allowed_tokens, graphs, decoding
 def test_errors_before_any_line(llm, runner):
     """They end requests with a message, or none; the next request of the same LLM is right."""
     ids, engine = [25, 26, 27], llm.engine
-    files = tuple(module.__file__ for module in MASKING)
+    files = tuple(required(module.__file__) for module in MASKING)
     with InterruptBefore(None, files) as trace:
         [expected] = llm.generate([ids], LONG)
     fired = 0
@@ -277,7 +287,8 @@ DRAWN = SamplingParams(max_tokens=250, seed=5, temperature=1.5)
 
 @pytest.fixture(scope="module")
 def chats(folder):
-    return LLM(folder, **OPTIONS | {"max_model_len": 4000, "max_num_batched_tokens": 2000})
+    options: dict[str, Any] = OPTIONS | {"max_model_len": 4000, "max_num_batched_tokens": 2000}
+    return LLM(folder, **options)
 
 
 def test_a_response_format_restricts_the_answer(chats):
@@ -402,7 +413,7 @@ def test_without_a_tokenizer_there_is_a_message(folder):
     engine = Engine(ModelRunner.from_pretrained(folder, **OPTIONS))
     request = engine.add_request(prompt(5), SamplingParams(regex="a"))
     finish(engine)
-    assert "regex needs a tokenizer" in request.error
+    assert "regex needs a tokenizer" in required(request.error)
 
 
 @pytest.mark.exhaustive

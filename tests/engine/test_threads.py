@@ -24,6 +24,7 @@ from tests.engine.test_engine import expected, pages_free, tokens
 from tests.support.requests import finish, greedy
 from tests.support.threads import PATIENCE, together
 from tests.support.tiers import tiered
+from tests.support.typed import required, untyped
 
 WORDS = ["The morning", "She said that", "It", "My dear " * 17, "He had", "To be " * 5]
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -294,7 +295,7 @@ def test_requests_come_and_go_in_several_threads():
             assert request.finish_reason == ("abort" if cancelled else "length"), request.error
             assert generated == expected(engine, request.prompt_token_ids, len(generated))
             assert len(generated) == request.params.max_tokens or cancelled
-    engine.prefixes.clear()
+    required(engine.prefixes).clear()
     assert pages_free(engine)
 
 
@@ -340,7 +341,7 @@ def test_a_call_from_within_a_step():
         gc.collect()
         return step(*args)
 
-    engine.runner.step = call_back
+    untyped(engine.runner).step = call_back
     engine.step()
     assert len(refused) == 2
     assert second.finish_reason == "abort"

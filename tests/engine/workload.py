@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
+from tests.support.typed import required
 
 SEQS = 8
 PREEMPTED = ("preempted", "everything")  # variants in which requests lose their caches again and again
@@ -62,7 +64,9 @@ def make_jobs(count: int, longest: int, vocab: int, seed: int, greedy: float = 0
         temperature = 0 if rng.random() < greedy else 0.8
         params = SamplingParams(temperature=temperature, max_tokens=rng.randint(1, 16), seed=7, ignore_eos=True)
         arrival += rng.randint(0, 3)
-        jobs.append(Job(prompt, params, arrival, rng.randint(0, params.max_tokens) if rng.random() < 0.5 else None))
+        jobs.append(
+            Job(prompt, params, arrival, rng.randint(0, required(params.max_tokens)) if rng.random() < 0.5 else None)
+        )
     return jobs
 
 
@@ -135,7 +139,7 @@ def check_pages(engine: Engine, outside: Iterable[SequenceCache] = ()) -> None:
     if engine.prefixes is not None:
         kept = [entry.snapshot for entry in engine.prefixes._entries.values()]
         caches += [snapshot.cache for snapshot in kept]
-        rows = sorted([*manager.free_snapshots, *(snapshot.cache.carried for snapshot in kept)])
+        rows = sorted([*manager.free_snapshots, *(required(snapshot.cache.carried) for snapshot in kept)])
         assert rows == list(range(manager.layout.max_snapshots))
     caches += outside
     for group, free in manager.available_pages().items():
@@ -152,7 +156,7 @@ def leaked(engine: Engine) -> dict[str, int]:
     return {group: left for group, pages in engine.runner.layout.pages.items() if (left := pages - 1 - free[group])}
 
 
-def cache_bytes(config: AnyConfig, numerics: str, dtype: torch.dtype, tokens: int, sizes: dict[str, int]) -> int:
+def cache_bytes(config: AnyConfig, numerics: str, dtype: torch.dtype, tokens: int, sizes: dict[str, Any]) -> int:
     """Bytes of caches with pages for ``tokens`` tokens over all sequences, and one more for each sequence and snapshot.
 
     Args:
@@ -173,7 +177,7 @@ def variants(config, longest: int) -> dict[str, dict]:
 
     def pressure(chosen: dict) -> dict:
         """Caches of two sequences at their longest, for eight."""
-        sizes = {"max_num_batched_tokens": 1024} | limits | chosen
+        sizes: dict[str, Any] = {"max_num_batched_tokens": 1024} | limits | chosen
         return {"kv_cache_bytes": cache_bytes(config, "exact", torch.float32, 2 * sizes["max_model_len"], sizes)}
 
     base = {"max_num_batched_tokens": 1024} | limits
@@ -195,7 +199,7 @@ def use_buckets(runner: ModelRunner) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=required(__doc__).split("\n")[0])
     parser.add_argument("--config", default="tiny")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--longest", type=int, default=3000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -172,7 +173,7 @@ def test_entries_of_the_same_step_are_read_where_another_layer_makes_them():
 @pytest.mark.parametrize(("tokens", "context"), [(1, 1), (1, 259), (5, 5), (37, 300), (130, 256)])
 def test_keys_are_those_that_queries_see(model, tokens, context):
     """Products of attention and of scores, counted query by query and key by key."""
-    config = CONFIGS[model]
+    config: Any = CONFIGS[model]
     for spec in config.layers:
         window = getattr(config, "sliding_window", 0)
         limited = getattr(spec, "candidate_source", None) not in (None, spec.index)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -436,9 +437,12 @@ class OnTheInterface(DeepseekV4ReferenceSparseImpl):
         caches = [
             key.pool.as_strided((len(key.pool), key.entries, 1, 584), (key.pool.stride(0), 584, 584, 1)) for key in keys
         ]
-        more = {}
+        more: dict[str, Any] = {}
         if len(keys) == 2:
-            more = {"extra_k_cache": caches[1], "extra_indices_in_kvcache": keys[1].indices[:, None].int()}
+            more: dict[str, Any] = {
+                "extra_k_cache": caches[1],
+                "extra_indices_in_kvcache": keys[1].indices[:, None].int(),
+            }
             more["extra_topk_length"] = None if keys[1].lens is None else keys[1].lens.int()
         out, _ = flash_mla_with_kvcache(
             q[:, None], caches[0], None, None, 512, get_mla_metadata()[0], softmax_scale=layer.scale,

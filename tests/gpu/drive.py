@@ -161,9 +161,8 @@ class Drive:
     def step(self, step: Step) -> None:
         """All layers on random hidden states of one step; the caches advance."""
         runner, manager = self.runner, self.runner.manager
-        rows = sorted(zip(self.caches, step.lens, strict=True), key=lambda row: row[1] > step.threshold)
-        rows[1:1] = [(None, n) for n in step.padding]
-        own = [(cache, n) for cache, n in rows if cache is not None]
+        own = sorted(zip(self.caches, step.lens, strict=True), key=lambda row: row[1] > step.threshold)
+        rows = [*own[:1], *((None, n) for n in step.padding), *own[1:]]
         manager.reserve(own)
         lens = torch.tensor([n for _, n in rows])
         prefix = torch.tensor([0 if cache is None else cache.num_tokens for cache, _ in rows])
@@ -176,7 +175,8 @@ class Drive:
         positions = torch.cat([p + torch.arange(n) for p, n in zip(prefix.tolist(), lens.tolist(), strict=True)])
         valid = torch.tensor([cache is not None for cache, _ in rows])[requests]
         on_device = {group: table.to(runner.device).long() for group, table in tables.items()}
-        tokens = Tokens(*(part.to(runner.device) for part in (positions, requests, valid)), on_device)
+        at, of, live = (part.to(runner.device) for part in (positions, requests, valid))
+        tokens = Tokens(at, of, live, on_device)
         token_valid = valid if step.padding else None
         batch = StepInput(lens, prefix + lens, tables, token_valid, decode_threshold=step.threshold)
         meta = runner.builder.build(batch)
@@ -203,7 +203,7 @@ class Drive:
         self.report.add(
             f"{self.section} layer", label, relative_error(out, oracle(x, tokens, selected)), self.limits.layer
         )
-        if watched is not None and attn.impl.fuses_query_norm_rope(attn):
+        if watched is not None and watched.impl.fuses_query_norm_rope(attn):
             attended = block.attn(x, meta.positions, meta)  # once more, unwatched: from projected queries
             self.report.add(
                 f"{self.section} heads", label, relative_error(attended, oracle(x, tokens, selected)), self.limits.layer

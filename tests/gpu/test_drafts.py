@@ -10,13 +10,14 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.drafts import DraftedSource, complete
 from tests.support.small_models import prompt
+from tests.support.typed import of_type
 
 NEAR = 0.05  # of the largest logit: closer choices may fall differently, where other kernels compute a step with drafts
 LENGTHS = (3, 61, 140, 8, 129)  # with three places: prompts join decodes, and requests end one by one
 
 
 def v4_config() -> ModelConfig:
-    tiny = ModelConfig.from_preset("tiny_gpu")
+    tiny = of_type(ModelConfig.from_preset("tiny_gpu"), ModelConfig)
     stages = {"num_nextn_predict_layers": 1, "compress_ratios": [*tiny.compress_ratios, 0, 0]}
     keys = {"dspark_block_size": 5, "dspark_noise_token_id": 2047, "dspark_markov_rank": 256}
     return tiny.replace(dspark_target_layer_ids=[3, 4, 5], **stages, **keys)

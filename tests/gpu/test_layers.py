@@ -31,7 +31,7 @@ from tests.gpu.drive import (
 )
 from tests.support.oracle_layer import Tokens, V4LayerOracle
 from tests.support.report import Report
-from tests.support.typed import required
+from tests.support.typed import required, untyped
 
 BACKENDS = ("flashmla", "triton", "mixed")
 PLAIN = Limits(layer=1e-2)  # each linear, norm and rotation rounds to bf16
@@ -151,7 +151,9 @@ PROMPTS = {"whole": (TINY, (900, 130, 1, 517), 129), "one layer": (ONE, (40, 3),
 
 
 class InModel(Watched):
-    """A `Watched` impl in a running model: the tokens are those of the step's metadata."""
+    """A `Watched` impl in a running model: the tokens are those of the step's metadata; ``errors`` of all calls."""
+
+    errors: list[float]
 
     def attend(self, layer, queries, kv: Tensor, positions: Tensor) -> Tensor:
         step = layer.step
@@ -172,8 +174,8 @@ def test_a_model_with_its_mtp_layer(report, machine, backend, name):
         device=machine, dtype="bfloat16", progress=False,
     )  # fmt: skip
     for index, block in runner.model.layers.items():
-        block.attn.impl = InModel(block.attn.impl, V4LayerOracle(runner, int(index), source), None)
-        block.attn.impl.errors = errors
+        watched = InModel(block.attn.impl, V4LayerOracle(runner, int(index), source), untyped(None))
+        watched.errors, block.attn.impl = errors, watched
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
     logits, drafts = runner.score_mtp(prompts, chunk)

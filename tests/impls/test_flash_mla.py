@@ -6,6 +6,7 @@ The kernels are stand-ins on the CPU and, on a GPU that has them, the installed 
 import sys
 import types
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -359,7 +360,7 @@ def test_sm100_needs_pages_a_multiple_of_576_apart(fake, monkeypatch):
     flash_mla.sparse_decode(q, pages, 0.05)  # fine on SM90
     monkeypatch.setattr(flash_mla, "compute_capability", lambda device: (10, 0))
     page = pages[0]
-    cuda_like = types.SimpleNamespace(type="cuda")
+    cuda_like: Any = types.SimpleNamespace(type="cuda")
     with pytest.raises(ValueError, match=f"page stride of {64 * 584 + 600}"):
         flash_mla._cache_view(page, 512, cuda_like)
 

@@ -3,11 +3,12 @@
 import inspect
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from deepseek_attn.config.numerics import PRESETS
+from deepseek_attn.config.numerics import PRESETS, Numerics
 from deepseek_attn.impls import (
     AttentionSpec,
     DeepseekV4FlashMLASparseImpl,
@@ -44,7 +45,7 @@ def fake(request, monkeypatch):
     flash_mla.flavour.cache_clear()
 
 
-def runner(ratios, backend, mtp=0, numerics=FP8_CACHE, config=None, **options):
+def runner(ratios, backend, mtp=0, numerics: str | Numerics = FP8_CACHE, config=None, **options):
     config = small_config(ratios, mtp, **SIZES | (config or {}))
     return small_runner(config, backend=backend, dtype="bfloat16", numerics=numerics, **options)
 
@@ -57,7 +58,8 @@ class Beside:
 
     def __init__(self, machine):
         self.impl, self.differences = DeepseekV4FlashMLASparseImpl, []
-        for layer in attention_layers(machine.model):
+        layers: Any = attention_layers(machine.model)
+        for layer in layers:
             assert layer.impl is self.impl
             layer.impl = self
 

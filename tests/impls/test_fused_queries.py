@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ class Fused(DeepseekV4ReferenceSparseImpl):
     fused_records = ("fp8_v4",)
 
     @classmethod
-    def attend_raw(cls, layer, queries):
+    def attend_raw(cls, layer: Any, queries):
         cls.calls.append((layer.prefix, queries.q is not None))
         return super().attend_raw(layer, queries)
 

@@ -4,6 +4,7 @@ import pytest
 
 from deepseek_attn.impls import AttentionLayer, DeepseekV4ReferenceSparseImpl
 from tests.support.one_layer import KINDS, Layer
+from tests.support.typed import untyped
 
 ATTRIBUTES = {name for name in (*AttentionLayer.__annotations__, *vars(AttentionLayer)) if not name.startswith("_")}
 
@@ -30,7 +31,7 @@ def test_an_impl_needs_no_more_of_a_layer_than_the_protocol(kind):
         @classmethod
         def forward_mqa(cls, attention, *args):
             calls.append(attention)
-            return super().forward_mqa(OnlyTheProtocol(attention), *args)
+            return super().forward_mqa(untyped(OnlyTheProtocol(attention)), *args)
 
     layer.attn.impl = Watching
     requests = [layer.request(n) for n in (40, 150)]

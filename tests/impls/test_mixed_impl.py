@@ -2,6 +2,7 @@
 
 import importlib.util
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl, TritonKernels
 from deepseek_attn.kernels.attention.plan import LIBRARY, LayerCall
 from deepseek_attn.kernels.common import device
 from deepseek_attn.v32.backends import MixedMLASparseImpl
+from tests.support.typed import untyped
 
 GPU = torch.device("cuda")
 SPEC = AttentionSpec(64, 512)
@@ -77,13 +79,13 @@ def test_a_call_goes_to_one_kernel_with_all_its_arguments(monkeypatch, T, heads,
             record = classmethod(lambda cls, *args, impl=impl, method=method: calls.append((impl.name, method, args)))
             monkeypatch.setattr(impl, method, record)
     monkeypatch.setattr(mixed, "gpu", lambda device: H200)
-    q, output, layer = torch.zeros(T, heads, 512), torch.zeros(T, heads, 512), object()
+    q, output, layer = torch.zeros(T, heads, 512), torch.zeros(T, heads, 512), untyped(object())
     record = SimpleNamespace(name="fp8_v4")
-    keys = [SimpleNamespace(record=record, indices=torch.zeros(T, width)) for width in (100, 28)]
+    keys: list[Any] = [SimpleNamespace(record=record, indices=torch.zeros(T, width)) for width in (100, 28)]
     DeepseekV4MixedSparseImpl.attend_pages(layer, q, keys, output)
     assert calls == [(name, "attend_pages", (layer, q, keys, output))]
     indices = torch.zeros(T, 640)
-    DeepseekV4MixedSparseImpl.attend_rows(layer, q, q, indices, 2, output)
+    DeepseekV4MixedSparseImpl.attend_rows(layer, q, q, indices, untyped(2), output)
     assert calls[1] == (
         "flashmla" if heads in (64, 128) else "triton",
         "attend_rows",
@@ -103,8 +105,8 @@ def test_v32_records_have_a_rule_of_their_own(monkeypatch):
         monkeypatch.setattr(impl, "attend_pages", record)
     monkeypatch.setattr(mixed, "gpu", lambda device: H200)
     for name in ("fp8_v4", "fp8_v32"):
-        keys = [SimpleNamespace(record=SimpleNamespace(name=name), indices=torch.zeros(40, 2048))]
-        MixedMLASparseImpl.attend_pages(object(), torch.zeros(40, 64, 576), keys, None)
+        keys: list[Any] = [SimpleNamespace(record=SimpleNamespace(name=name), indices=torch.zeros(40, 2048))]
+        MixedMLASparseImpl.attend_pages(untyped(object()), torch.zeros(40, 64, 576), keys, untyped(None))
     assert calls == ["triton", "flashmla"]
 
 

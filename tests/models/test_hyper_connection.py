@@ -1,6 +1,7 @@
 """Hyper-connections against a scalar float64 transcription of the formulas."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.kernels.hyper_connection import HyperConnection
 from deepseek_attn.kernels.hyper_connection.reference import sinkhorn
 from deepseek_attn.models.hyper_connection import hc_head, hc_post, hc_pre
+from tests.support.typed import of_type
 
 TINY = ModelConfig.from_preset("tiny")
 
@@ -64,12 +66,14 @@ def weights(cfg, width, rows=None):
     return torch.randn(rows, cfg.hc_mult * width) * 0.3, torch.randn(rows), torch.rand(3) + 0.5
 
 
-def connection(cfg, *weights):
-    return HyperConnection(*weights, cfg.rms_norm_eps, cfg.hc_eps, cfg.hc_sinkhorn_iters)
+def connection(cfg, fn, base, scale):
+    return HyperConnection(fn, base, scale, cfg.rms_norm_eps, cfg.hc_eps, cfg.hc_sinkhorn_iters)
 
 
 def close(actual, expected, dtype=torch.float32):
-    tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+    tolerance: dict[str, Any] = (
+        {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+    )
     torch.testing.assert_close(actual.cpu().double(), torch.tensor(expected, dtype=torch.float64), **tolerance)
 
 
@@ -94,7 +98,7 @@ def test_published_iterations():
     out = sinkhorn(logits, 20, 1e-6)
     for t in range(3):
         close(out[t], scalar_sinkhorn(logits[t].tolist(), 20, 1e-6))
-    assert ModelConfig.from_preset("v4_flash").hc_sinkhorn_iters == 20
+    assert of_type(ModelConfig.from_preset("v4_flash"), ModelConfig).hc_sinkhorn_iters == 20
     few = sinkhorn(logits, 3, 1e-2)
     for t in range(3):
         close(few[t], scalar_sinkhorn(logits[t].tolist(), 3, 1e-2))

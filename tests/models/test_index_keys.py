@@ -18,7 +18,7 @@ def hadamard(size: int) -> torch.Tensor:
     """The natural-order matrix of +1 and -1 over the square root of its size: signs are parities of common bits."""
     number = torch.arange(size)
     common = number[:, None] & number[None, :]
-    parity = sum((common >> bit) & 1 for bit in range(size.bit_length() - 1)) % 2
+    parity = torch.stack([(common >> bit) & 1 for bit in range(size.bit_length())]).sum(0) % 2
     return (1 - 2 * parity).double() * size**-0.5
 
 

@@ -13,6 +13,7 @@ import torch
 
 from deepseek_attn.cache.layout import WINDOW
 from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.config import ModelConfig
 from deepseek_attn.runner import ModelRunner, Sequence, StepOptions
 from tests.support.invariance_cases import (
     COMPRESSED,
@@ -29,7 +30,7 @@ from tests.support.invariance_cases import (
 from tests.support.oracle_dense import DenseOracle
 from tests.support.small_models import assert_close, assert_no_near_tie, prompt, small_config, small_runner
 from tests.support.tiers import tiered
-from tests.support.typed import required
+from tests.support.typed import of_type
 
 # how a prompt is cut into steps
 
@@ -37,7 +38,7 @@ from tests.support.typed import required
 @lru_cache(maxsize=1)
 def two_prompts(ratio: int) -> list[list[int]]:
     """Two prompts of 262 tokens that leave no choice to rounding."""
-    config = shared_runner((ratio, ratio)).config
+    config = of_type(shared_runner((ratio, ratio)).config, ModelConfig)
     oracle = DenseOracle(config, RandomSource(config, 0))
     prompts = [prompt(config, 262, seed) for seed in (1, 2)]
     for tokens in prompts:
@@ -237,7 +238,8 @@ def poison(runner: ModelRunner, live: tuple[Sequence, ...] = ()) -> None:
         free = [page for page in range(len(pool.tensor)) if page not in kept]
         pool.tensor[free] = float("nan") if pool.tensor.is_floating_point() else 0xFF
     runner.workspace._buffer.fill_(0xFF)
-    for block in [*runner.model.layers.values(), *runner.model.mtp.values()]:
+    model = runner.whole_model()
+    for block in [*model.layers.values(), *model.mtp.values()]:
         if block.attn.topk_indices_buffer is not None:
             block.attn.topk_indices_buffer.fill_(2**31 - 1)
 
@@ -335,7 +337,7 @@ def test_rows_reordered_between_steps():
     outputs = [[] for _ in sequences]
     with pages_returned(runner):
         for batch in plan:
-            logits = runner.step([(sequences[i], n) for i, n in batch], StepOptions(all_logits=True)).logits
+            logits = runner.step([(sequences[i], n) for i, n in batch], StepOptions(all_logits=True)).rows
             for (i, _), rows in zip(batch, logits, strict=True):
                 outputs[i].append(rows)
         for sequence in sequences:
@@ -348,8 +350,8 @@ def test_rows_reordered_between_steps():
 def test_last_logits_only():
     runner = shared_runner(MIXED)
     sequences = [runner.sequence(prompt(runner.config, n, seed=n)) for n in (5, 1, 130)]
-    out = runner.step([(s, s.num_pending) for s in sequences]).logits
-    assert [tuple(rows.shape) for rows in required(out)] == [(1, runner.config.vocab_size)] * 3
+    out = runner.step([(s, s.num_pending) for s in sequences]).rows
+    assert [tuple(rows.shape) for rows in out] == [(1, runner.config.vocab_size)] * 3
     for sequence, rows in zip(sequences, out, strict=True):
         assert_close(rows, runner.score([sequence.token_ids])[0][-1:], SAME)
         sequence.free()

@@ -216,10 +216,10 @@ def test_routed_experts(name, fmt, device):
     expected, after = torch.zeros(2, TOKENS, HIDDEN, dtype=torch.float64)
     for t in range(TOKENS):
         for e, weight in zip(experts[t].tolist(), weights[t].double(), strict=True):
-            parts = [values[f"{e}.{w}.weight"] for w in ("w1", "w2", "w3")]
+            w1, w2, w3 = (values[f"{e}.{w}.weight"] for w in ("w1", "w2", "w3"))
             row = x[t].double()
-            expected[t] += expert_formula(row, *parts, 4.0, weight, rounded)
-            after[t] += expert_formula(row, *parts, 4.0, weight, rounded, weight_after=True)
+            expected[t] += expert_formula(row, w1, w2, w3, 4.0, weight, rounded)
+            after[t] += expert_formula(row, w1, w2, w3, 4.0, weight, rounded, weight_after=True)
     scale = expected.abs().mean()
     torch.testing.assert_close(out.double() / scale, expected / scale, rtol=0, atol=2e-4)
     if rounded:
@@ -316,8 +316,8 @@ def test_shared_expert_is_clamped_and_unweighted(name, fmt):
     module = MoE(cfg, cfg.layers[5], get_numerics(name), torch.float32).shared_experts
     values = load(module, fmt)
     x = torch.randn(9, HIDDEN) * 2
-    parts = [values[f"{w}.weight"] for w in ("w1", "w2", "w3")]
-    expected = expert_formula(x.double(), *parts, 4.0, 1.0, name == "official")
+    w1, w2, w3 = (values[f"{w}.weight"] for w in ("w1", "w2", "w3"))
+    expected = expert_formula(x.double(), w1, w2, w3, 4.0, 1.0, name == "official")
     scale = expected.abs().mean()
     torch.testing.assert_close(module(x).double() / scale, expected / scale, rtol=0, atol=2e-4)
 
@@ -333,10 +333,10 @@ def test_moe_adds_routed_and_shared(hash_layer):
     expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for t in range(TOKENS):
         for e, weight in zip(experts[t].tolist(), weights[t].double(), strict=True):
-            parts = [values[f"experts.{e}.{w}.weight"] for w in ("w1", "w2", "w3")]
-            expected[t] += expert_formula(x[t].double(), *parts, 10.0, weight, False)
-        parts = [values[f"shared_experts.{w}.weight"] for w in ("w1", "w2", "w3")]
-        expected[t] += expert_formula(x[t].double(), *parts, 10.0, 1.0, False)
+            w1, w2, w3 = (values[f"experts.{e}.{w}.weight"] for w in ("w1", "w2", "w3"))
+            expected[t] += expert_formula(x[t].double(), w1, w2, w3, 10.0, weight, False)
+        w1, w2, w3 = (values[f"shared_experts.{w}.weight"] for w in ("w1", "w2", "w3"))
+        expected[t] += expert_formula(x[t].double(), w1, w2, w3, 10.0, 1.0, False)
     scale = expected.abs().mean()
     torch.testing.assert_close(module(x, ids).double() / scale, expected / scale, rtol=0, atol=1e-4)
 

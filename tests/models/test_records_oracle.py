@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ class Case:
 
     def __init__(self, name: str):
         self.name = name
+        self.oracle: Any  # of the family
         if name == "v4":
             self.config = small_config([0, 4, 4, 128], n_routed_experts=8, num_experts_per_tok=3)
             source = RandomSource(self.config, 1)
@@ -66,7 +68,7 @@ def case(request) -> Case:
 
 
 @contextmanager
-def hooks(model: torch.nn.Module, kinds: tuple[type, ...], hook: Callable) -> Iterator[None]:
+def hooks(model: Any, kinds: tuple[type, ...], hook: Callable) -> Iterator[None]:
     """``hook(layer, module, args, result)`` as a forward hook of each module of these kinds, by layer number."""
     handles = [
         module.register_forward_hook(lambda *call, layer=layer: hook(layer, *call))
@@ -83,7 +85,7 @@ def hooks(model: torch.nn.Module, kinds: tuple[type, ...], hook: Callable) -> It
 
 def record(runner: ModelRunner, tokens: list[int], **options) -> tuple[Tensor, TokenRecords]:
     logits, records = runner.score_records([tokens], runner.record_options(**options), CHUNK)
-    return logits[0], records[0]
+    return logits[0], required(records[0])
 
 
 def one_hot(ids: Tensor, count: int) -> Tensor:
@@ -209,7 +211,8 @@ def test_other_choices_give_the_oracles_logits(case):
     assert float((logits - plain).abs().max()) > 0.01 * float(plain.abs().max())
     # what was computed with is recorded: routes in the given order, entries in ascending order
     assert torch.equal(again.experts.long(), required(given.experts))
-    ascending = torch.where(required(given.selections) < 0, 9999, given.selections).sort(2).values
+    selections = required(given.selections)
+    ascending = torch.where(selections < 0, 9999, selections).sort(2).values
     assert torch.equal(again.selections, torch.where(ascending == 9999, -1, ascending))
 
 

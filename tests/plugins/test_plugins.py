@@ -13,6 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 from types import MethodType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -246,9 +247,9 @@ def test_v4_of_the_installed_vllm_decodes_over_our_kernels(replaced_vllm, device
     decode = replaced_vllm["v4"].DeepseekV4FlashMLAAttention._forward_decode
     cache = None if ratio == 1 else compressed.k_cache[:, :, 0]
     decode(layer, q, cache, window, None if ratio == 1 else entries, ratio == 1, output)
-    extra = {}
+    extra: dict[str, Any] = {}
     if ratio != 1:
-        extra = {"extra_k_cache": compressed.k_cache, "extra_indices_in_kvcache": compressed.indices}
+        extra: dict[str, Any] = {"extra_k_cache": compressed.k_cache, "extra_indices_in_kvcache": compressed.indices}
         extra["extra_topk_length"] = compressed.topk_length
     expected, _ = flash_mla_api.flash_mla_with_kvcache(
         q[:, None], swa.k_cache, None, None, 512, *flash_mla_api.get_mla_metadata(), 0.1, False, True, swa.indices,

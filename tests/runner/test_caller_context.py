@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import product
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from deepseek_attn import LLM, LayerSession, ModelConfig, ModelRunner, SamplingParams
+from deepseek_attn import LLM, LayerSession, ModelRunner, SamplingParams
 from deepseek_attn.cache.records import Fp8DsMlaRecord
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.flash_mla_api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from deepseek_attn.runner import cpu_threads
 from deepseek_attn.utils import torch_state
@@ -22,6 +23,7 @@ from deepseek_attn.utils.torch_state import own_torch_state
 from tests.support.interruptions import InterruptBefore
 from tests.support.small_models import prompt, small_config
 from tests.support.tiers import tiered
+from tests.support.typed import required, untyped
 from tests.support.v32_cases import small
 from tests.support.v41_cases import shallow
 
@@ -31,6 +33,9 @@ CPU = torch.device("cpu")
 class Passed(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
+
+
+MATMUL = untyped(torch.backends.mkldnn).matmul  # which torch adds at run time
 
 
 @contextmanager
@@ -46,12 +51,12 @@ def setting(get: Callable, change: Callable, value: object) -> Iterator[None]:
         change(before)
 
 
-def default_device(device: str) -> Iterator[None]:
+def default_device(device: str) -> AbstractContextManager[None]:
     return setting(lambda: None, torch.set_default_device, device)
 
 
-def mkldnn_products(precision: str) -> Iterator[None]:
-    matmul = torch.backends.mkldnn.matmul
+def mkldnn_products(precision: str) -> AbstractContextManager[None]:
+    matmul = MATMUL
     return setting(lambda: matmul.fp32_precision, partial(setattr, matmul, "fp32_precision"), precision)
 
 
@@ -107,7 +112,7 @@ def all_at_once() -> Iterator[None]:
         yield
 
 
-def tiny(family: str) -> ModelConfig:
+def tiny(family: str) -> AnyConfig:
     if family == "V4":
         return small_config([4, 128], mtp=1)
     if family == "V4.1":
@@ -137,7 +142,8 @@ def layers_driven(runner: ModelRunner, x: Tensor) -> list[Tensor]:
     session = LayerSession(runner, layers=[1])
     a, b = session.sequence(), session.sequence()
     outputs = [session.run(x[:, 0], {a: 39, b: 2}), a.run(x[:1, 1])]
-    b.free(), a.free()
+    b.free()
+    a.free()
     cache = runner.manager.create()
     runner.manager.reserve([(cache, len(x))])
     step = runner.step_metadata([cache], [len(x)])
@@ -150,9 +156,9 @@ def layers_driven(runner: ModelRunner, x: Tensor) -> list[Tensor]:
 def sparse_prefill(q: Tensor, kv: Tensor, indices: Tensor) -> list[Tensor]:
     out = [*flash_mla_sparse_fwd(q, kv, indices, 0.1), *flash_mla_sparse_fwd(q, kv, indices, 0.1, return_log2_lse=True)]
     nothing = flash_mla_sparse_fwd(q[:1], kv, torch.full_like(indices[:1], -1), 0.1)
-    assert nothing[2].dtype == torch.float32
+    assert required(nothing[2]).dtype == torch.float32
     assert (nothing[2] == float("inf")).all()
-    return [*out, *nothing]
+    return [required(tensor) for tensor in (*out, *nothing)]
 
 
 def sparse_decode(q: Tensor, cache: Tensor, indices: Tensor) -> list[Tensor]:
@@ -253,7 +259,7 @@ def test_an_interruption_leaves_no_thread_inside(monkeypatch):
 
     def enter(line=None) -> InterruptBefore:
         monkeypatch.setattr(torch_state, "_float32_products", torch_state._Float32Products())
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        MATMUL.fp32_precision = "bf16"
         with InterruptBefore(line, files=(str(torch_state.__file__),)) as interrupt, own_torch_state():
             pass
         return interrupt
@@ -263,24 +269,24 @@ def test_an_interruption_leaves_no_thread_inside(monkeypatch):
         assert len(lines) > 20
         for line in lines:
             assert enter(line).fired, line
-            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+            MATMUL.fp32_precision = "bf16"
             with own_torch_state():
-                assert torch.backends.mkldnn.matmul.fp32_precision == "ieee", line
-            assert torch.backends.mkldnn.matmul.fp32_precision == "bf16", line
+                assert MATMUL.fp32_precision == "ieee", line
+            assert MATMUL.fp32_precision == "bf16", line
 
 
 @pytest.mark.parametrize("products", ["medium", "bfloat16 products"])
 def test_settings_are_back_after_an_error(products):
     def failing() -> None:
         with own_torch_state(), own_torch_state():
-            assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+            assert MATMUL.fp32_precision == "ieee"
             assert not torch.is_autocast_enabled("cpu")
             raise RuntimeError("within")
 
     with CONTEXTS[products](), CONTEXTS["autocast"]():
         with pytest.raises(RuntimeError, match="within"):
             failing()
-        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+        assert MATMUL.fp32_precision == "bf16"
         assert torch.is_autocast_enabled("cpu")
 
 

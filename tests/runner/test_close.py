@@ -13,6 +13,7 @@ from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.graphs import DecodeGraphs
 from tests.support.requests import greedy
 from tests.support.small_models import small_config, small_runner
+from tests.support.typed import required, untyped
 
 CLOSED = "this model was closed, and its weights and caches are freed"
 
@@ -63,7 +64,7 @@ def test_a_closed_model_says_so():
         with pytest.raises(RuntimeError, match=CLOSED):
             use()
     with pytest.raises(AttributeError, match="no attribute 'modle'"):
-        _ = runner.modle
+        _ = untyped(runner).modle
 
 
 def test_a_model_is_closed_after_an_error():
@@ -79,7 +80,7 @@ def test_reprs_are_one_line():
     loaded = re.fullmatch(
         r"LoadReport\((\d+) tensors, [\d.]+ MB, ignored: none, mtp_loaded=True\)", repr(runner.report)
     )
-    assert int(loaded[1]) == len(runner.report.loaded)
+    assert int(required(loaded)[1]) == len(runner.report.loaded)
     part = small_runner(runner.config, layers=[1], attention_only=True)
     assert "1 of 2 layers, attention only, no MTP, float32" in repr(part)
     assert re.search(r"ignored: \d+ attention only, \d+ layers not requested,", repr(part.report))

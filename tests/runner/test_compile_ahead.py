@@ -7,6 +7,7 @@ import os
 import random
 import time
 from multiprocessing import Pipe
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.support.small_models import two_layers
 from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.typed import required
 from tests.support.v41_cases import tiny_for_kernels
 
 H200 = GPU((9, 0), 132)
@@ -62,7 +64,9 @@ SHORT = RunnerSizes(150, 1, 3, 16)
 def request_of(preset, num_drafts=0, sizes=None, numerics="serving", index_keys=None, changes=None, **facts):
     """Of a preset; with ``changes``, of random weights."""
     if preset == "tiny_v41" or changes:
-        config = tiny_for_kernels() if preset == "tiny_v41" else ModelConfig.from_preset(preset).replace(**changes)
+        config = (
+            tiny_for_kernels() if preset == "tiny_v41" else ModelConfig.from_preset(preset).replace(**(changes or {}))
+        )
         headers = RandomSource(config).entries()
     else:
         config, headers = read_headers(preset)
@@ -148,7 +152,7 @@ def test_triton_is_not_patched_and_as_before_after_a_recording():
     assert active_mode.get() is None
 
 
-class Stub:
+class _Stub:
     """A variant whose compilation does something else."""
 
     def __init__(self, name, compile=lambda: None, cached=False):
@@ -156,6 +160,7 @@ class Stub:
         self.compile, self.is_cached = compile, lambda: cached
 
 
+Stub: Any = _Stub
 CONSTANT = tl.constexpr(3)
 
 
@@ -274,14 +279,14 @@ def test_warming_up_leaves_sequences_alone():
         first.append(6)
         expected = runner.sequence(tokens)
         runner.step([(expected, 5)])
-        (got,), (want,) = runner.step([(first, 1)]).logits, runner.step([(expected, 1)]).logits
+        (got,), (want,) = runner.step([(first, 1)]).rows, runner.step([(expected, 1)]).rows
         assert torch.equal(got, want)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("preset", "drafts"), [("tiny_gpu", 0), ("tiny_v41", 2)])
 def test_after_a_warm_up_nothing_is_compiled_and_no_kernel_loaded(preset, drafts, device):
-    limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 9}
+    limits: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 9}
     config = tiny_for_kernels() if preset == "tiny_v41" else preset
     rng = random.Random(1)
     with (
@@ -413,7 +418,7 @@ def test_closing_ends_the_process(tmp_path, monkeypatch):
     compilation.wait()
     assert compilation.ended
     assert not compilation.message()
-    assert compilation._process.returncode is not None
+    assert required(compilation._process).returncode is not None
 
 
 def test_what_breaks_a_load_off_ends_the_process(tmp_path, monkeypatch):
@@ -421,10 +426,10 @@ def test_what_breaks_a_load_off_ends_the_process(tmp_path, monkeypatch):
     monkeypatch.setattr(ahead, "START", "import time; time.sleep(600)")
     with pytest.raises(KeyError), compiling_ahead(request_of("tiny")) as compilation:
         raise KeyError
-    compilation.wait()
-    assert compilation._process.returncode == -9
+    required(compilation).wait()
+    assert required(required(compilation)._process).returncode == -9
     assert active_mode.get() is None
-    compilation._marker.touch()
+    required(compilation)._marker.touch()
     with compiling_ahead(request_of("tiny")) as nothing:
         assert nothing is None
 
@@ -432,7 +437,7 @@ def test_what_breaks_a_load_off_ends_the_process(tmp_path, monkeypatch):
 @EXHAUSTIVE
 def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
     compilation = started(monkeypatch, tmp_path, workers=1)
-    compilation._process.kill()
+    required(compilation._process).kill()
     with pytest.warns(UserWarning, match="exit code -9"):
         compilation.wait()
     assert "compiled as they are launched" in compilation.message()
@@ -444,7 +449,7 @@ def test_a_process_that_hangs_is_ended_and_told(tmp_path, monkeypatch):
     request = dataclasses.replace(request_of("tiny"), headers={"x" * (1 << 20): TensorInfo("BF16", (1,), 2)})
     with pytest.warns(UserWarning, match="written nothing for 0.1 s"):
         (compilation := started(monkeypatch, tmp_path, "import time; time.sleep(600)", request)).wait()
-    assert compilation._process.returncode == -9
+    assert required(compilation._process).returncode == -9
     assert "compiled as they are launched" in compilation.message()
 
 

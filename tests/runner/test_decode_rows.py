@@ -18,6 +18,7 @@ from tests.support.one_layer import Layer
 from tests.support.requests import greedy, prompt
 from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
+from tests.support.typed import required, untyped
 
 LENGTHS = (124, 60, 9, 0, 254)  # windows of 4 and 128 tokens close inside the next rows, pages of 64 end there
 ROUNDS = [(4, 1, 3, 2, 4), (1, 4, 2, 3, 2), (2, 2, 4, 4, 1), (3, 3, 1, 1, 4)]
@@ -36,7 +37,7 @@ def one_round(layer: Layer, requests: list, counts: tuple[int, ...], threshold: 
     poison_scratch(layer.runner)
     out = layer.attn(x.nan_to_num(7.0), step.positions, step)[valid]
     if layer.attn.indexer is not None:
-        selected = layer.attn.topk_indices_buffer[: len(valid)][valid].split(counts)
+        selected = required(layer.attn.topk_indices_buffer)[: len(valid)][valid].split(counts)
         for request, entries in zip(requests, selected, strict=True):
             request.selected.append(entries)
     for request, rows, n in zip(requests, out.split(counts), counts, strict=True):
@@ -63,7 +64,7 @@ def test_decode_and_prefill_compute_the_same(kind, padded):
                 layer.step([(request, n)])
         rounds = [one_round(layer, requests, counts, threshold, padded) for counts in ROUNDS]
         step = layer.attn.step
-        assert (step.num_decodes, step.num_prefills) == ((5, 0) if threshold else (0, 5))
+        assert (required(step).num_decodes, required(step).num_prefills) == ((5, 0) if threshold else (0, 5))
         for request in requests:
             layer.check(request)
         layers.append(layer)
@@ -168,13 +169,15 @@ def test_ragged_lengths_in_one_step(monkeypatch):
     output = runner.step(list(zip(sequences, lengths, strict=True)), options)
     layers = len(runner.backbone_layers)
     assert rows.steps == [([3, 1, 4], [9], layers), ([3, 1, 4], [9], 1)]
-    for logits, mtp, score, score_mtp in zip(output.logits, output.mtp_logits, expected, expected_mtp, strict=True):
+    for logits, mtp, score, score_mtp in zip(
+        output.rows, required(output.mtp_logits), expected, expected_mtp, strict=True
+    ):
         torch.testing.assert_close(logits, score[20:], rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(mtp, score_mtp[20:], rtol=2e-5, atol=2e-5)
     rows.steps.clear()
     batch = [
         DraftRows(sequence, sequence.num_computed - n, states, [*sequence.token_ids[-n + 1 :], 5][-n:])
-        for sequence, states, n in zip(sequences, output.hidden_states, lengths, strict=True)
+        for sequence, states, n in zip(sequences, required(output.hidden_states), lengths, strict=True)
     ]
     runner.manager.reserve([(sequence.cache, 1) for sequence in sequences])
     drafts = runner.draft(batch, 2)
@@ -201,7 +204,7 @@ def test_what_cannot_be_expected():
     assert runner.decode_query_len == 1
     for wrong in (0, 16, True, 1.0):
         with pytest.raises(ValueError, match=r"drafts per step: supported are 1 to 15"):
-            runner.expect_drafts(wrong)
+            runner.expect_drafts(untyped(wrong))
     runner.expect_drafts(3)
     runner.expect_drafts(1)  # another engine of the same runner
     assert runner.decode_query_len == 4

@@ -9,7 +9,8 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource, read_float32
 from deepseek_attn.checkpoint.selection import CONFIDENCE, DRAFTER, MTP_UNUSED, VISION
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -18,6 +19,7 @@ from tests.support.drafts import DraftedSource, complete, draft_after
 from tests.support.oracle_dspark import V4Drafts, V41Drafts
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
 from tests.support.tiers import tiered
+from tests.support.typed import of_type, required
 from tests.support.v41_cases import shallow
 
 KEYS = {
@@ -29,7 +31,7 @@ KEYS = {
 
 
 @lru_cache
-def config_of(family: str) -> ModelConfig:
+def config_of(family: str) -> AnyConfig:
     if family == "v4":
         return small_config([0, 4, 8], sliding_window=9, mtp=3, **KEYS)
     return shallow()
@@ -45,8 +47,9 @@ def runner_of(family: str) -> ModelRunner:
 def oracle_of(family: str) -> V4Drafts | V41Drafts:
     config, source = config_of(family), DraftedSource(config_of(family), 1)
     if family == "v4":
-        return V4Drafts(config, source)
-    count = config.engram.engram_compressed_vocab_size
+        return V4Drafts(of_type(config, ModelConfig), source)
+    config = of_type(config, DeepseekV41Config)
+    count = required(config.engram).engram_compressed_vocab_size
 
     @cache
     def tensor(name: str) -> torch.Tensor:

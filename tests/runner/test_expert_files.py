@@ -24,6 +24,7 @@ from tests.support import v32_cases, v41_cases
 from tests.support.interruptions import InterruptBefore
 from tests.support.small_models import prompt, small_config, small_runner
 from tests.support.tiers import tiered
+from tests.support.typed import required, untyped
 
 LENGTHS = (23, 1, 9)
 
@@ -127,7 +128,9 @@ def test_what_else_a_runner_does(directory, tmp_path):
     left, [records] = resident.score_records([text], options)
     right, [same] = runner.score_records([text], options)
     assert torch.equal(left[0], right[0])
-    assert all(torch.equal(records.arrays[name], same.arrays[name]) for name in records.arrays)
+    assert all(
+        torch.equal(required(records).arrays[name], required(same).arrays[name]) for name in required(records).arrays
+    )
     assert torch.equal(runner.score([text], replay=[records])[0], left[0])
     kept = {name for name in runner.report.by_row if ".experts." in name}
     assert kept == {name for name in resident.report.loaded if ".experts." in name}
@@ -143,8 +146,8 @@ def test_default_cache_is_a_part_of_the_free_memory(monkeypatch):
         "deepseek_attn.runner.expert_files.available_memory", lambda: 3 * one_of_each(source) / FREE_SHARE
     )
     runner = small_runner(v4(), source, expert_memory="disk")
-    assert (runner.expert_files.slots, runner.expert_files.experts) == (3, 8)
-    assert runner.expert_files.nbytes == 3 * one_of_each(source)
+    assert (required(runner.expert_files).slots, required(runner.expert_files).experts) == (3, 8)
+    assert required(runner.expert_files).nbytes == 3 * one_of_each(source)
 
 
 def test_refused_before_anything_is_read(monkeypatch):
@@ -249,7 +252,7 @@ def step(cache, readers, needed) -> tuple[int, list[int]]:
 
 def test_least_used_experts_are_evicted_first():
     readers = ManualReaders()
-    cache = ExpertFileCache({number: number for number in range(8)}, lambda *pair: pair, 3, readers)
+    cache = ExpertFileCache(untyped({number: number for number in range(8)}), lambda *pair: pair, 3, untyped(readers))
     assert step(cache, readers, [2, 5, 7]) == (0, [2, 5, 7])
     assert step(cache, readers, [2, 5]) == (2, [])
     assert step(cache, readers, [2, 3]) == (1, [3])  # in the place of 7, used once
@@ -273,7 +276,7 @@ def test_uses_are_counted_as_on_a_gpu():
 
 def test_equal_counts_evict_the_lowest_number():
     readers = ManualReaders()
-    cache = ExpertFileCache({number: number for number in range(8)}, lambda *pair: pair, 3, readers)
+    cache = ExpertFileCache(untyped({number: number for number in range(8)}), lambda *pair: pair, 3, untyped(readers))
     step(cache, readers, [1, 4, 6])
     step(cache, readers, [5])
     assert cache.held == [4, 5, 6]
@@ -281,7 +284,7 @@ def test_equal_counts_evict_the_lowest_number():
 
 def test_a_step_that_needs_more_than_there_are_slots_reads_each_once():
     readers = ManualReaders()
-    cache = ExpertFileCache({number: number for number in range(8)}, lambda *pair: pair, 4, readers)
+    cache = ExpertFileCache(untyped({number: number for number in range(8)}), lambda *pair: pair, 4, untyped(readers))
     assert step(cache, readers, list(range(8))) == (0, list(range(8)))
     assert cache.held == [4, 5, 6, 7]
     hits, read = step(cache, readers, list(range(8)))
@@ -292,7 +295,7 @@ def test_a_step_that_needs_more_than_there_are_slots_reads_each_once():
 
 def resident_memory() -> int:
     """Bytes of this process in memory."""
-    return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    return int(required(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text()))[1]) * 1024
 
 
 @pytest.mark.exhaustive
@@ -312,6 +315,6 @@ def test_memory_is_bounded(tmp_path):
         with ModelRunner.from_pretrained(path, numerics="official", **LIMITS | options) as runner:
             for seed in range(2):
                 runner.score([prompt(config, 60, seed)])
-            assert runner.expert_files.stats.bytes_read > 0.7 * total
+            assert required(runner.expert_files).stats.bytes_read > 0.7 * total
             taken.append(resident_memory())
     assert taken[1] - taken[0] > total // 2

@@ -18,6 +18,7 @@ from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from tests.runner.test_expert_files import CASES, FAMILIES, QUICK, KeptSource, v4
 from tests.support.small_models import prompt, small_runner
 from tests.support.tiers import tiered
+from tests.support.typed import required, untyped
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,7 @@ def with_rows(runner, budget: int) -> tuple[list[FileExperts], int]:
 def one_expert(runner) -> int:
     """Bytes of an expert as a device holds it."""
     rows = experts_of(runner)[0].rows
-    return sum(part[0].nbytes for stack in rows.stacks for part in stack if part is not None)
+    return sum(part[0].nbytes for stack in required(rows).stacks for part in stack if part is not None)
 
 
 @pytest.mark.parametrize(("family", "numerics", "stored"), tiered(CASES, QUICK))
@@ -104,14 +105,14 @@ def test_rows_have_exponents_if_all_experts_have_them():
         if spoiled:
             name, read = "layers.1.ffn.experts.5.w3.scale", source.read
             far = torch.where(torch.arange(4) == 1, 1, read(name)).to(torch.uint8)
-            source.read = lambda wanted, far=far, name=name, read=read: far if wanted == name else read(wanted)
+            untyped(source).read = lambda wanted, far=far, name=name, read=read: far if wanted == name else read(wanted)
         resident = small_runner(config, source, numerics="official")
         runner = small_runner(config, source, numerics="official", expert_memory="disk")
         with_rows(runner, 1 << 40)
         for left, right in zip(experts_of(resident), experts_of(runner), strict=True):
-            for linear, stack in zip(left.projections, right.rows.stacks, strict=True):
+            for linear, stack in zip(left.projections, required(right.rows).stacks, strict=True):
                 assert (linear.exponent is None) == (stack.exponent is None)
-        assert (experts_of(runner)[1].rows.stacks[1].exponent is None) == spoiled
+        assert (required(experts_of(runner)[1].rows).stacks[1].exponent is None) == spoiled
         assert torch.equal(resident.score([[1, 2, 3, 4]])[0], runner.score([[1, 2, 3, 4]])[0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from deepseek_attn.runner.graphs import DecodeGraphs, batch_sizes, length_bucket
 from tests.support.oracle_transformers import TransformersOracle
 from tests.support.small_models import assert_no_near_tie, prompt, two_layers
 from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.typed import untyped
 
-OPTIONS = {"max_model_len": 700, "max_num_seqs": 5, "max_num_batched_tokens": 256}
+OPTIONS: dict[str, Any] = {"max_model_len": 700, "max_num_seqs": 5, "max_num_batched_tokens": 256}
 
 
 def make_runner(device: torch.device, numerics: str, dtype: str) -> ModelRunner:
@@ -111,7 +113,7 @@ def test_replays_equal_eager_steps(device, most, drafts):
     for sequence in sequences:
         runner.step([(sequence, sequence.num_pending)])
         sequence.token_ids.extend(random_ids(12, vocab))
-    sizes = runner.model, runner.layout, device, [5]
+    sizes = runner.whole_model(), runner.layout, device, [5]
     replayed, eager = DecodeGraphs(*sizes), DecodeGraphs(*sizes, capture=False)
     for chosen in ([0, 1, 2, 3], [3, 1], [2, 0, 3], [1]):
         counts = [1 + (i + most) % most for i in range(len(chosen))]
@@ -193,7 +195,7 @@ def test_padding_is_within_the_tokens_of_a_step():
     """Layers have scratch memory for ``max_num_batched_tokens`` rows, which may be fewer than there are sequences."""
     config = ModelConfig.from_preset("tiny")
     layout = make_layout(config, numerics_for(config, "exact"), torch.float32, 100, 9, 5, 16)
-    graphs = DecodeGraphs(torch.nn.Module(), layout, torch.device("cpu"))
+    graphs = DecodeGraphs(untyped(torch.nn.Module()), layout, torch.device("cpu"))
     assert graphs.batches == [1, 2, 4, 5]
     assert graphs.supports([1, 1, 1, 1, 1], 1)
     assert graphs.supports([3], 3)

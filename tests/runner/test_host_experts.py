@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from tests.support.small_models import prompt, two_layers
 from tests.support.tiers import tiered
 from tests.support.v41_cases import shallow, tiny_for_kernels
 
-OPTIONS = {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+OPTIONS: dict[str, Any] = {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 CHUNKS = (None, 13)
 
 
@@ -181,7 +182,8 @@ def test_what_fits():
 def test_layers_of_two_formats_have_stacks_of_their_own():
     def stacks(experts, inner, dtype):
         shapes = [(experts, inner, 32), (experts, inner, 32), (experts, 32, inner)]
-        return tuple(ExpertStack(torch.randn(shape).to(dtype)) for shape in shapes)
+        first, gate, second = (ExpertStack(torch.randn(shape).to(dtype)) for shape in shapes)
+        return first, gate, second
 
     layers = [stacks(5, 16, torch.float32), stacks(7, 16, torch.bfloat16), stacks(5, 16, torch.float32)]
     rows = ExpertRows.of(layers, torch.device("cpu"), 1 << 30)
@@ -224,7 +226,7 @@ def test_kernels_are_listed_ahead():
 @pytest.mark.parametrize("preset", ["tiny_gpu", "tiny_v32", "v41"])
 def test_the_same_bits_on_a_gpu(device, preset):
     """Graphs, prompts, drafts: everything as with all experts on the GPU."""
-    options = OPTIONS | {"device": device, "numerics": "serving", "compile_ahead": True}
+    options: dict[str, Any] = OPTIONS | {"device": device, "numerics": "serving", "compile_ahead": True}
     preset = tiny_for_kernels() if preset == "v41" else preset
     with ModelRunner.from_config(preset, **options) as runner:
         texts = texts_of(runner)
@@ -248,7 +250,8 @@ def test_the_same_bits_on_a_gpu(device, preset):
 def test_layers_in_one_graph(device, T):
     """Copies run on a stream of their own inside a graph, too, and rows of an area are not overwritten in use."""
     cases = [make_case(T, 384, 128, 9, 3, "plain", device=device) for _ in range(5)]
-    host = [tuple(ExpertStack(part.weight.cpu().pin_memory()) for part in case[3:]) for case in cases]
+    pinned = lambda stack: ExpertStack(stack.weight.cpu().pin_memory())  # noqa: E731
+    host = [(pinned(case.w1), pinned(case.w3), pinned(case.w2)) for case in cases]
     rows = ExpertRows.of(host, device, bytes_of(host, 3))
     assert rows.cached == 3
     x, weights = cases[0].x, cases[0].weights

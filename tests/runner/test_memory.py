@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +33,13 @@ from deepseek_attn.utils.allocations import AllocationTrace
 from tests.layers.parallel.cases import v4_config
 from tests.support.small_models import two_layers
 from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.typed import required, untyped
 from tests.support.v41_cases import FOUR_LAYERS, tiny_for_kernels, with_repeated_layers
 
 H200 = GPU((9, 0), 132)
 DATA = Path(__file__).parents[2] / "docs" / "data"
-TINY = {"max_model_len": 300, "max_num_seqs": 3, "max_num_batched_tokens": 50}
-SERVED = {"numerics": "serving", "dtype": "bfloat16", "device": "cpu"}
+TINY: dict[str, Any] = {"max_model_len": 300, "max_num_seqs": 3, "max_num_batched_tokens": 50}
+SERVED: dict[str, Any] = {"numerics": "serving", "dtype": "bfloat16", "device": "cpu"}
 FAMILIES = tiered(["tiny", "tiny_v32", "tiny_v41"], ["tiny_v32"])
 
 
@@ -97,9 +99,9 @@ def test_a_step_is_counted_as_the_allocator_counts_it(preset):
             trace.reset_peak()
             warm_up.prefill(rows)
     living = peak = 0
-    for event in profiled.profiler.kineto_results.events():
+    for event in required(required(profiled.profiler).kineto_results).events():
         if event.name() == "[memory]":
-            living += event.nbytes()
+            living += untyped(event).nbytes()
             peak = max(peak, living)
     assert trace.peak - before == pytest.approx(peak, rel=0.01)
 
@@ -112,7 +114,7 @@ def test_what_a_runner_holds(preset):
         runner = ModelRunner.from_config(config, **SERVED, **TINY)
     owners = memory._owners(trace, runner.model, {trace.key(pool.tensor) for pool in runner.pools})
     weights = sum(size for key, size in trace.living.items() if key in owners)
-    found = memory_of(config, tuple(TINY.values()))
+    found = memory_of(config, (TINY["max_model_len"], TINY["max_num_seqs"], TINY["max_num_batched_tokens"]))
     assert found.caches == runner.pools.nbytes()
     assert found.weights == pytest.approx(weights, rel=0.01)
 
@@ -185,10 +187,10 @@ def test_steps_that_wait_for_the_device_are_not_counted():
 
 
 @pytest.mark.parametrize("limits", [(5, 4, 100), (300, 2, 9), (1, 1, 1)])
-def test_no_step_of_a_warm_up_is_longer_than_sequences_may_be(limits):
+def test_no_step_of_a_warm_up_is_longer_than_sequences_may_be(limits: tuple[int, int, int]):
     config = ModelConfig.from_preset("tiny")
     layout = make_layout(config, numerics_for(config, "serving"), torch.bfloat16, *limits, 16)
-    warm_up = WarmUp(SimpleNamespace(layout=layout, decode_query_len=3))
+    warm_up = WarmUp(untyped(SimpleNamespace(layout=layout, decode_query_len=3)))
     steps = warm_up.prefill_sizes() + warm_up.mixed_sizes()
     assert warm_up.prefill_sizes()
     assert all(new <= length <= limits[0] for rows in steps for new, length in rows)

@@ -11,6 +11,7 @@ from deepseek_attn import LLM, ModelConfig, ModelRunner
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.runner.build import build_runner
 from deepseek_attn.runner.options import RunnerOptions
+from tests.support.typed import untyped
 
 PARAMETERS = {
     name: parameter
@@ -45,7 +46,10 @@ def test_help_lists_them_with_their_defaults(function, own):
         (lambda **options: LLM("absent", **options), "LLM"),
         (lambda **options: ModelRunner.from_pretrained("absent", **options), "from_pretrained"),
         (lambda **options: ModelRunner.from_config("absent", **options), "from_config"),
-        (lambda **options: ModelRunner.from_source(ModelConfig.from_preset("tiny"), None, **options), "from_source"),
+        (
+            lambda **options: ModelRunner.from_source(ModelConfig.from_preset("tiny"), untyped(None), **options),
+            "from_source",
+        ),
     ],
     ids=["LLM", "from_pretrained", "from_config", "from_source"],
 )

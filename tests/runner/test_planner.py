@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from deepseek_attn.runner.planner import make_plan, sequences_that_fit, tokens_t
 from deepseek_attn.utils.workspace import aligned_bytes
 from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
-LIMITS = {"max_model_len": 1031, "max_num_seqs": 3, "max_num_batched_tokens": 200}
+LIMITS: dict[str, Any] = {"max_model_len": 1031, "max_num_seqs": 3, "max_num_batched_tokens": 200}
 
 
 def attention_layers(runner: ModelRunner) -> list[DeepseekV4MLAAttention]:
@@ -35,7 +37,7 @@ def test_plan_equals_allocation(numerics, dtype):
     assert plan.caches == allocated
     layers = attention_layers(runner)
     topk = next(layer.topk_indices_buffer for layer in layers if layer.indexer is not None)
-    assert plan.workspace == runner.workspace.nbytes() + topk.numel() * topk.element_size()
+    assert plan.workspace == runner.workspace.nbytes() + required(topk).numel() * required(topk).element_size()
     ropes = {id(layer.rope): layer.rope.cos_sin for layer in layers}
     assert plan.rope == sum(table.numel() * table.element_size() for table in ropes.values())
 
@@ -56,11 +58,11 @@ def test_plan_equals_allocation_for_other_schedules(schedule):
 @pytest.mark.parametrize("numerics", tiered(["exact", "serving"], ["serving"]))
 def test_plan_equals_allocation_with_a_budget_and_snapshots(preset, numerics):
     config = ModelConfig.from_preset(preset)
-    options = {"max_snapshots": 5, "kv_cache_bytes": 30_000_000}
+    options: dict[str, Any] = {"max_snapshots": 5, "kv_cache_bytes": 30_000_000}
     runner = ModelRunner.from_config(config, numerics=numerics, dtype="float32", device="cpu", **LIMITS, **options)
     plan = make_plan(config, numerics_for(config, numerics), torch.float32, *LIMITS.values(), **options)
     assert plan.caches == runner.pools.nbytes() <= 30_000_000
-    assert plan.layout.capacity >= LIMITS["max_model_len"]
+    assert required(plan.layout.capacity) >= LIMITS["max_model_len"]
 
 
 @pytest.mark.parametrize("preset", ["tiny", "v4_flash", "v32"])
@@ -73,7 +75,7 @@ def test_a_budget_is_used_up(preset):
         layout = make_plan(config, numerics, torch.bfloat16, 4096, 4, 512, kv_cache_bytes=budget).layout
         page = sum(pool.page_bytes for pool in layout.pools if pool.group in layout.growing)
         assert budget - page < layout.nbytes() <= budget
-        assert 4096 <= layout.capacity < least.capacity
+        assert 4096 <= required(layout.capacity) < required(least.capacity)
 
 
 def test_a_budget_for_less_than_one_sequence_is_refused():
@@ -81,10 +83,10 @@ def test_a_budget_for_less_than_one_sequence_is_refused():
     arguments = (config, PRESETS["serving"], torch.bfloat16, 65536, 8, 2048)
     with pytest.raises(ValueError, match=r"kv_cache_bytes=1000 is too little: .* take (\d+) bytes") as error:
         make_plan(*arguments, kv_cache_bytes=1000)
-    least = int(re.search(r"take (\d+) bytes", str(error.value))[1])
+    least = int(required(re.search(r"take (\d+) bytes", str(error.value)))[1])
     plan = make_plan(*arguments, kv_cache_bytes=least)
     assert plan.caches <= least
-    assert plan.layout.capacity >= 65536
+    assert required(plan.layout.capacity) >= 65536
     with pytest.raises(ValueError, match="too little"):
         make_plan(*arguments, kv_cache_bytes=least - 1)
 
@@ -190,6 +192,6 @@ def test_options_of_attention_change_the_workspace_as_in_a_runner(preset, attent
         config, device="cpu", max_model_len=1000, max_num_seqs=3, max_num_batched_tokens=128,
         fp8_mode=attention.fp8_mode, prefill_workspace_rows=attention.prefill_workspace_rows,
     )  # fmt: skip
-    assert plan.workspace == runner.workspace.nbytes() + 128 * config.index_topk * 4
+    assert plan.workspace == runner.workspace.nbytes() + 128 * required(config.index_topk) * 4
     if attention.fp8_mode == "auto" and preset == "tiny":
         assert runner.workspace.nbytes() == aligned_bytes((2500, config.head_dim), torch.float32)

@@ -47,8 +47,8 @@ with warnings.catch_warnings(action="ignore"):  # of torch: kinds of tensors tha
         "numpy dates": (np.array(["2020-01-01"], dtype="datetime64"), "an array of datetime64"),
         "numpy fields": (np.zeros(2, dtype=[("a", int)]), "an array of"),
         "numpy bytes": (np.array([b"abc"]), "an array of |S3"),
-        "masked": (np.ma.array([5, 6], mask=[0, 1]), "a masked array: pass the tokens that are not masked"),
-        "masked objects": (np.ma.array([5, 6], mask=[0, 1], dtype=object), "a masked array"),
+        "masked": (np.ma.array([5, 6], mask=[False, True]), "a masked array: pass the tokens that are not masked"),
+        "masked objects": (np.ma.array([5, 6], mask=[False, True], dtype=object), "a masked array"),
         "fake": (fake_tensor(), "a FakeTensor whose values cannot be read"),
     }
 

@@ -19,6 +19,7 @@ from tests.support.invariance_cases import (
 )
 from tests.support.small_models import assert_close, prompt
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 
 @pytest.mark.exhaustive
@@ -47,7 +48,7 @@ def test_truncate_to_every_length(start):
             sequence.free()
     expected = runner.score([tokens[:n] + suffix for n, suffix in zip(lengths, suffixes, strict=True)])
     for i, n in enumerate(lengths):
-        assert_close(torch.cat([step[i] for step in steps]), expected[i][n:], SAME, f"truncated to {n}")
+        assert_close(torch.cat([required(step)[i] for step in steps]), expected[i][n:], SAME, f"truncated to {n}")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_fork_in_one_batch():
             sequence.free()
     for i, suffix in enumerate(suffixes):
         expected = runner.score([tokens + suffix])[0][126:]
-        assert_close(torch.cat([step[i] for step in rows]), expected, SAME)
+        assert_close(torch.cat([required(step)[i] for step in rows]), expected, SAME)
 
 
 def test_truncated_fork_leaves_its_parent_alone():

@@ -14,6 +14,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.session import LayerSession
 from deepseek_attn.testing import poison_caches, relative_error
 from tests.support.tiers import tiered
+from tests.support.typed import untyped
 
 SIZES = {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 200, "device": "cpu", "numerics": "exact"}
 CONFIGS = {
@@ -191,8 +192,8 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "freed": (lambda s, a: (lambda b: (b.free(), b.run(hidden(s, 1))))(s.sequence()), "was freed: start a new one"),
     "fork freed": (lambda s, a: (lambda b: (b.free(), b.fork()))(s.sequence()), "was freed: start a new one"),
     "layer": (lambda s, a: LayerSession(s.runner, [1, 2]), r"this runner holds layers \[1\]"),
-    "one layer": (lambda s, a: LayerSession(s.runner, 1), "layers: numbers of layers in a list are needed"),
-    "runner": (lambda s, a: LayerSession("tiny"), "layers of a ModelRunner, not of a str"),
+    "one layer": (lambda s, a: LayerSession(s.runner, untyped(1)), "layers: numbers of layers in a list are needed"),
+    "runner": (lambda s, a: LayerSession(untyped("tiny")), "layers of a ModelRunner, not of a str"),
 }
 
 

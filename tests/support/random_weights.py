@@ -9,6 +9,7 @@ from collections.abc import Hashable
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.checkpoint.published import StoredWeight
+from tests.support.typed import untyped
 
 SMALL = 2**18  # elements of a weight that is kept
 TOTAL = 2**26  # elements of all that are kept, before all are dropped
@@ -29,7 +30,7 @@ class KeptWeights:
         def make(source: RandomSource, name: str) -> StoredWeight:
             return kept.get(source, name) if type(source) is RandomSource else kept.make(source, name)
 
-        RandomSource._make = make
+        untyped(RandomSource)._make = make
 
     def get(self, source: RandomSource, name: str) -> StoredWeight:
         recipe, config = source._recipes[name], source.config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,13 +25,13 @@ from tests.support.oracle_dense import DenseOracle
 from tests.support.oracle_transformers import TransformersOracle
 from tests.support.oracle_v32 import TransformersV32Oracle
 from tests.support.small_models import small_config
-from tests.support.typed import required
+from tests.support.typed import required, untyped
 from tests.support.v41_cases import oracle_of
 
 V4_LAYERS = {"v4_swa_layer": 0, "v4_c4a_layer": 1, "v4_c128a_layer": 2}
 
 
-def model_of(family):
+def model_of(family) -> Any:
     config = golden_config(family)
     return config, GoldenSource(config)
 
@@ -101,7 +102,7 @@ def test_the_first_op_that_differs_is_named():
 
 def test_layer_of_v32_equals_transformers():
     fixture, (config, source) = golden.load("v32_layer"), model_of("v32")
-    reference = layer_reference(config, source, 0)
+    reference: Any = layer_reference(config, source, 0)
     assert required(config.index_topk) < 40
     golden.compare(fixture, {"output": TransformersLayer(config, source, 0)(fixture.inputs["x"])})
     x = fixture.inputs["x"].double()
@@ -114,6 +115,7 @@ def test_layer_of_v32_equals_transformers():
 @torch.no_grad()
 def test_experts_of_v4_equal_transformers(name, layer):
     fixture, (config, source) = golden.load(name), model_of("v4")
+    mlp: Any
     mlp, ops = TransformersOracle(config, source).model.model.layers[layer].mlp, {}
 
     def route(module, args, result):
@@ -131,6 +133,7 @@ def test_experts_of_v4_equal_transformers(name, layer):
 @torch.no_grad()
 def test_experts_of_v32_equal_transformers():
     fixture, (config, source) = golden.load("v32_moe"), model_of("v32")
+    mlp: Any
     mlp, ops = TransformersV32Oracle(config, source).model.model.layers[1].mlp, {}
     mlp.shared_experts.register_forward_hook(lambda module, args, result: ops.update(shared=result.view(24, -1)))
     ops["output"] = mlp(fixture.inputs["x"].float()[None])[0]
@@ -140,7 +143,7 @@ def test_experts_of_v32_equal_transformers():
 @torch.no_grad()
 def test_hyper_connections_equal_transformers():
     fixture, (config, source) = golden.load("v4_hyper_connection"), model_of("v4")
-    layer = TransformersOracle(config, source).model.model.layers[1]
+    layer: Any = TransformersOracle(config, source).model.model.layers[1]
     streams, y = fixture.inputs["streams"].float(), fixture.inputs["y"].float()
     post, comb, collapsed = (part[0] for part in layer.attn_hc(streams[None]))
     after = post.unsqueeze(-1) * y.unsqueeze(-2) + comb.transpose(-1, -2) @ streams
@@ -152,6 +155,7 @@ def test_hyper_connections_equal_transformers():
 def test_the_model_of_v4_equals_transformers():
     """Each sublayer's input and output, streams and logits; drafts by brute force, as transformers has no MTP layer."""
     fixture, (config, source) = golden.load("v4_model"), model_of("v4")
+    model: Any
     model, ops = TransformersOracle(config, source).model, {}
 
     def keep(name, choose):
@@ -177,13 +181,13 @@ def test_the_model_of_v4_equals_transformers():
 
 def test_the_model_of_v32_equals_transformers():
     fixture, (config, source) = golden.load("v32_model"), model_of("v32")
-    oracle, ops = TransformersV32Oracle(config, source), {}
+    ops: dict[str, Any] = {}
+    oracle = TransformersV32Oracle(config, source)
     assert len(oracle.model.model.layers) == 2
-    for i, layer in enumerate(oracle.model.model.layers):
+    for i, layer in enumerate(untyped(oracle.model.model.layers)):
+        name = f"layers.{i}.output"
         layer.register_forward_hook(
-            lambda module, args, result, i=i: ops.update(
-                {f"layers.{i}.output": result[0] if result.dim() == 3 else result}
-            )
+            lambda module, args, result, name=name: ops.update({name: result[0] if result.dim() == 3 else result})
         )
     ops["logits"] = oracle(fixture.inputs["token_ids"].tolist())
     golden.compare(fixture, ops)
@@ -199,7 +203,7 @@ def test_layers_that_share_selections_equal_formulas_written_out():
     fixture, (config, source) = golden.load("v41_shared_selections"), model_of("v41")
     oracle, ops = oracle_of(config, source), {}
     oracle.tokens = list(range(40))
-    oracle.entries, oracle.index_keys, oracle.selection, oracle.kept_blocks = {}, {}, [], None
+    oracle.entries, oracle.index_keys, oracle.selection, oracle.kept_blocks = {}, {}, [], []
     for layer, x in zip(fixture.layers, fixture.inputs["x"].double(), strict=True):
         ops[f"layers.{layer}.output"] = oracle.attention(layer, x)
         if config.layers[layer].owns_entries:

@@ -6,6 +6,7 @@ With float32 between the quantisers a right program gives the same codes, but fo
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ CLEAR = 2e-2  # relative distance of two scores that another code of one of thei
 
 
 @cache
-def model(family):
+def model(family) -> Any:
     config = golden_config(family)
     return golden.load(f"{family}_model"), config, GoldenSource(config)
 
@@ -177,7 +178,7 @@ def test_sublayers_and_caches_of_v41():
     fixture, config, source = model("v41")
     ops, tokens, count = fixture.results[NUMERICS], fixture.inputs["token_ids"].tolist(), fixture.rows
     oracle = oracle_of(config, source, official=True)
-    oracle.tokens, oracle.entries, oracle.index_keys, oracle.selection, oracle.kept_blocks = tokens, {}, {}, [], None
+    oracle.tokens, oracle.entries, oracle.index_keys, oracle.selection, oracle.kept_blocks = tokens, {}, {}, [], []
 
     def padded(rows):
         return torch.cat([rows.new_zeros(len(tokens) - len(rows), *rows.shape[1:]), rows])
@@ -220,7 +221,7 @@ def test_whole_models_name_the_first_sublayer_that_is_not_quantised(family):
     ops = dict(fixture.results[NUMERICS])
     golden.compare(fixture, ops, NUMERICS)
     x = ops["layers.0.attn_input"]
-    layer = oracle_of(config, source) if family == "v41" else layer_reference(config, source, 0)
+    layer: Any = oracle_of(config, source) if family == "v41" else layer_reference(config, source, 0)
     exact = layer.attention(0, x.double()) if family == "v41" else layer(x)
     with pytest.raises(golden.GoldenMismatch, match=r"layers\.0\.attn_output differs"):
         golden.compare(fixture, ops | {"layers.0.attn_output": exact}, NUMERICS)

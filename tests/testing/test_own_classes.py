@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.testing.random_layer import RandomLayer
 from deepseek_attn.utils.registry import load_extensions
 from tests.support.small_models import two_layers
+from tests.support.typed import untyped
 from tests.testing.own_package import SOURCE, WRONG
 
 TABLES = (OWN_IMPLS.classes, OWN_RECORDS.classes, MODEL_TYPES, MODELS, FAMILIES)
@@ -31,12 +34,12 @@ SIZES = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "max_num_batc
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch) -> Path:
+def package(tmp_path, monkeypatch) -> Iterator[Path]:
     """A folder on the path with the modules ``own_classes`` and ``wrong_classes``, which are forgotten afterwards."""
     (tmp_path / "own_classes.py").write_text(SOURCE)
     (tmp_path / "wrong_classes.py").write_text(WRONG)
     monkeypatch.syspath_prepend(tmp_path)
-    before = [dict(table) for table in TABLES]
+    before: list[Any] = [dict(table) for table in TABLES]
     load_extensions.cache_clear()
     yield tmp_path
     load_extensions.cache_clear()
@@ -196,7 +199,7 @@ def test_a_wrong_registration_changes_nothing(package):
         (("mine", own.Config, type("F", (own.Family,), {"impls": ()})), "the family F lacks impls"),
     ):
         with pytest.raises(ValueError, match=message):
-            register_family(*arguments)
+            register_family(*untyped(arguments))
     assert before == [dict(table) for table in TABLES]
     register_impl(own.Impl)  # once more: the same class
     register_family("mine", own.Config, own.Family)

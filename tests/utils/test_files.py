@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from deepseek_attn import utils
+from deepseek_attn.utils import files, line_files
 from deepseek_attn.utils.files import UNFINISHED, appearing, check_output, write_tensors, write_text
 from deepseek_attn.utils.line_files import appending
 from tests.support.interruptions import InterruptBefore
@@ -236,8 +236,8 @@ def interrupted_output(path, kind, line):
         the lines that ran, and how many of them before the first byte of the output was written.
     """
     begun = None
-    modules = (utils.files, utils.line_files, contextlib, pathlib, tempfile)
-    with InterruptBefore(line, tuple(module.__file__ for module in modules)) as points:
+    modules = (files, line_files, contextlib, pathlib, tempfile)
+    with InterruptBefore(line, tuple(required(module.__file__) for module in modules)) as points:
         for _ in written_by(path, kind):
             begun = len(points.lines)
     return points, begun
@@ -248,7 +248,8 @@ def test_an_interruption_at_any_line_leaves_nothing_or_all(tmp_path, kind):
     name, content = ("new/a", "new/a/x") if kind == "directory" else ("a", "a")
     points, begun = interrupted_output(tmp_path / name, kind, None)
     assert (tmp_path / content).read_text() == "x\n"
-    assert required(begun) > 10
+    begun = required(begun)
+    assert begun > 10
     for i, line in enumerate(points.lines):
         folder = tmp_path / str(i)
         folder.mkdir()

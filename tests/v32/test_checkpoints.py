@@ -7,9 +7,11 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource, SafetensorsSource, write_checkpoint
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.oracle_v32 import Tensors, TransformersV32Oracle, float32_weights, pack_experts
 from tests.support.small_models import prompt
+from tests.support.typed import of_type
 from tests.support.v32_cases import make_runner, small
 
 
@@ -149,7 +151,7 @@ def test_safetensors_source_reads_published_scales(tmp_path):
 
 
 def test_what_transformers_saves_loads(tmp_path):
-    config = ModelConfig.from_preset("tiny_v32")
+    config = of_type(ModelConfig.from_preset("tiny_v32"), DeepseekV32Config)
     oracle = TransformersV32Oracle(config, RandomSource(config, seed=0))
     oracle.model.save_pretrained(tmp_path)
     runner = ModelRunner.from_pretrained(tmp_path, device="cpu", progress=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from deepseek_attn.testing import poison_caches
 from tests.support.oracle_v32 import NaiveOracle, Tensors, TransformersV32Oracle
 from tests.support.small_models import assert_close, assert_no_near_tie, prompt
 from tests.support.tiers import tiered
-from tests.support.typed import required
+from tests.support.typed import of_type, required
 from tests.support.v32_cases import make_runner, recorded, small
 
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 128, 129, 300)
@@ -38,7 +39,7 @@ class Tiny:
 
 @pytest.fixture(scope="module")
 def tiny() -> Tiny:
-    return Tiny(ModelConfig.from_preset("tiny_v32"))
+    return Tiny(of_type(ModelConfig.from_preset("tiny_v32"), DeepseekV32Config))
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def random_config(seed: int) -> DeepseekV32Config:
     layers = draw.choice([1, 2, 3])
     yarn = dict.fromkeys(("mscale", "mscale_all_dim"), draw.choice([1.0, 0.707]))
     yarn |= {"type": "yarn", "factor": draw.choice([4, 40]), "original_max_position_embeddings": 64}
-    changes = {
+    changes: dict[str, Any] = {
         "vocab_size": draw.choice([33, 128]),
         "hidden_size": draw.choice([64, 96, 160]),
         "intermediate_size": draw.choice([48, 200]),
@@ -148,7 +149,11 @@ def random_config(seed: int) -> DeepseekV32Config:
         changes["quantization_config"] = None
     if seed % 3 == 2:
         return small("deepseek_v3", **changes)
-    indexer = {"index_n_heads": draw.choice([16, 24]), "index_head_dim": 64, "index_topk": draw.choice([1, 5, 60, 300])}
+    indexer: dict[str, Any] = {
+        "index_n_heads": draw.choice([16, 24]),
+        "index_head_dim": 64,
+        "index_topk": draw.choice([1, 5, 60, 300]),
+    }
     return small(**changes, **indexer)
 
 
@@ -229,7 +234,7 @@ def test_ragged_batches_equal_prompts_alone(model_type, seed):
             running[i] = runner.sequence(prompts[i])
         chosen = draw.sample(sorted(running), draw.randint(1, len(running)))
         batch = [(running[i], draw.choice([1, 1, draw.randint(1, running[i].num_pending)])) for i in chosen]
-        for i, rows in zip(chosen, runner.step(batch, StepOptions(all_logits=True)).logits, strict=True):
+        for i, rows in zip(chosen, runner.step(batch, StepOptions(all_logits=True)).rows, strict=True):
             got[i].append(rows)
         for i in chosen:
             if not running[i].num_pending:
@@ -316,9 +321,10 @@ def test_mtp_drafts_go_on_from_their_own_states(tiny):
     sequence = runner.sequence(tokens.tolist())
     runner.manager.reserve([(sequence.cache, 20)])
     meta = runner.step_metadata([sequence.cache], [20])
-    states = runner.model(tokens, meta.positions, meta)
-    assert torch.equal(runner.model.logits(states), runner.model.head(states))
+    model = runner.whole_model()
+    states = model(tokens, meta.positions, meta)
+    assert torch.equal(model.logits(states), model.head(states))
     meta = required(runner.drafter).builder.build(step_input(runner.manager, [sequence.cache], [20], 1))
-    drafted = runner.model.draft_hidden_states(states, tokens.roll(-1), meta.positions, meta)
+    drafted = model.draft_hidden_states(states, tokens.roll(-1), meta.positions, meta)
     assert drafted.shape == states.shape
-    assert torch.equal(runner.model.draft_logits(drafted), runner.model.head(drafted))
+    assert torch.equal(model.draft_logits(drafted), model.head(drafted))

@@ -22,6 +22,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.planner import make_plan
 from deepseek_attn.v32.backends import FlashMLASparseMetadata, FlashMLASparseMetadataBuilder
 from tests.support.decode_batches import decode_batch
+from tests.support.typed import untyped
 
 SPEC = RopeSpec(10000.0, 8)
 
@@ -57,7 +58,9 @@ def gate(bias: list[float], **changes) -> GroupLimitedGate:
     experts = len(bias)
     config = ModelConfig.from_preset("tiny_v32").replace(n_routed_experts=experts, hidden_size=experts, **changes)
     module = GroupLimitedGate(config, config.layers[-1])
-    for slot, value in zip(checkpoint_slots(module).values(), (torch.eye(experts), torch.tensor(bias)), strict=True):
+    for slot, value in zip(
+        untyped(checkpoint_slots(module)).values(), (torch.eye(experts), torch.tensor(bias)), strict=True
+    ):
         slot.load(value)
     return module
 

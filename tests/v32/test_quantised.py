@@ -16,7 +16,7 @@ from deepseek_attn.v32 import attention
 from tests.support.oracle_v32 import NaiveOracle, Tensors, float32_weights
 from tests.support.small_models import assert_close, prompt
 from tests.support.tiers import tiered
-from tests.support.typed import required
+from tests.support.typed import required, untyped
 from tests.support.v32_cases import make_runner, recorded, small
 
 
@@ -125,7 +125,7 @@ def test_quantised_caches_hold_fp8_entries():
     runner = make_runner(small(), numerics="official")
     pools = {(pool.spec.layer, pool.spec.kind): pool.record for pool in runner.pools}
     assert {record.name for record in pools.values()} == {"fp8_v32", "index_fp8"}
-    assert pools["layers.0", "latent"].scale_rule == "official"
+    assert untyped(pools["layers.0", "latent"]).scale_rule == "official"
 
 
 def test_real_sizes():

@@ -9,10 +9,12 @@ from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.checkpoint.selection import CONFIDENCE, OTHER_LAYERS, VISION
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.planner import make_plan
 from tests.checkpoint.fabricate import MemorySource
 from tests.support.small_models import prompt
+from tests.support.typed import of_type
 from tests.support.v41_cases import make_runner, tiny
 
 
@@ -78,7 +80,7 @@ def test_blocks_of_128_are_refused():
     source = MemorySource.of(made)
     source.put("layers.0.attn.wq_b.scale", "F8_E8M0", torch.full((1, 1), 127, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"layers.0.attn.wq_b.scale is \[1, 1\], expected \[12, 1\]"):
-        make_runner(made.config, source)
+        make_runner(of_type(made.config, DeepseekV41Config), source)
 
 
 @pytest.mark.parametrize(("numerics", "entry"), [("exact", 1280), ("official", 288 + 68), ("serving", 584 + 132)])

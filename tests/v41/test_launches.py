@@ -92,7 +92,7 @@ def test_replays_equal_eager_steps(device):
     for sequence in sequences:
         runner.step([(sequence, sequence.num_pending)])
         sequence.token_ids.extend(prompt(config, 4, 1))
-    sizes = runner.model, runner.layout, device, [4]
+    sizes = runner.whole_model(), runner.layout, device, [4]
     both = [DecodeGraphs(*sizes, capture=capture, engram=runner.tables) for capture in (True, False)]
     for chosen in ([0, 1, 2, 3], [3, 1], [2, 0, 3], [1]):
         rows = [(sequences[i], 1) for i in chosen]

@@ -132,7 +132,7 @@ def test_persistent_tensors_equal_brute_force(model):
     """Decode steps as CUDA graphs run them, with Engram rows as an input: batches change, some rows are padding."""
     draw, runner = random.Random(5), make_runner(model.config, model.source, max_num_seqs=3)
     runner.decode_query_len = 3
-    sizes = runner.model, runner.layout, runner.device, [1, 3]
+    sizes = runner.whole_model(), runner.layout, runner.device, [1, 3]
     runner.graphs = DecodeGraphs(*sizes, capture=False, engram=runner.tables)
     for rows in required(runner.graphs.step(StepSize(3, 3, 320)).engram).rows.values():
         rows.scales.fill_(0xFF)  # NaN
@@ -140,18 +140,18 @@ def test_persistent_tensors_equal_brute_force(model):
     prompts = [model.prompts[0][:70], model.prompts[1][:66], model.prompts[0][:13]]
     sequences = [runner.sequence(tokens[:-9]) for tokens in prompts]
     everything = StepOptions(all_logits=True)
-    got = [list(runner.step([(sequence, sequence.num_pending)], everything).logits) for sequence in sequences]
+    got = [list(runner.step([(sequence, sequence.num_pending)], everything).rows) for sequence in sequences]
     for sequence, tokens in zip(sequences, prompts, strict=True):
         sequence.token_ids.extend(tokens[-9:])
     while pending := [i for i, sequence in enumerate(sequences) if sequence.num_pending]:
         chosen = draw.sample(pending, draw.randint(1, len(pending)))
         rows = [(sequences[i], min(draw.randint(1, 3), sequences[i].num_pending)) for i in chosen]
-        for i, logits in zip(chosen, runner.step(rows, everything).logits, strict=True):
+        for i, logits in zip(chosen, runner.step(rows, everything).rows, strict=True):
             got[i].append(logits)
     for parts, tokens, expected in zip(got, prompts, [*model.references, model.references[0]], strict=True):
         assert_close(torch.cat(parts), expected[: len(tokens)], TOLERANCE)
     sequences[0].token_ids.append(5)
-    runner.step([(sequences[0], 1)], StepOptions(greedy=True, next_step=[(sequences[0], 320)]))
+    runner.step([(sequences[0], 1)], StepOptions(greedy=True, next_step=((sequences[0], 320),)))
     assert not runner.next_step_launched, "the rows of its token are not known"
 
 
@@ -169,7 +169,7 @@ def test_ragged_batches_equal_prompts_alone(model):
             running[i] = runner.sequence(prompts[i])
         chosen = draw.sample(sorted(running), draw.randint(1, len(running)))
         batch = [(running[i], draw.choice([1, 1, draw.randint(1, running[i].num_pending)])) for i in chosen]
-        for i, rows in zip(chosen, runner.step(batch, StepOptions(all_logits=True)).logits, strict=True):
+        for i, rows in zip(chosen, runner.step(batch, StepOptions(all_logits=True)).rows, strict=True):
             got[i].append(rows)
         for i in chosen:
             if not running[i].num_pending:
@@ -191,7 +191,7 @@ def test_truncate_and_fork(model, length):
     for token in other[min(length, 98) :]:
         child.append(token)
     batch = [(child, child.num_pending), (parent, 2)]
-    got = runner.step(batch, StepOptions(all_logits=True)).logits
+    got = runner.step(batch, StepOptions(all_logits=True)).rows
     expected = runner.score([[*tokens[: min(length, 98)], *other[min(length, 98) :]]])[0]
     assert_close(got[0], expected[len(expected) - len(got[0]) :], TOLERANCE)
     assert_close(got[1], model.references[0][98:], TOLERANCE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,11 +29,11 @@ from deepseek_attn.testing import poison_caches
 from tests.support.drafts import DraftedSource
 from tests.support.small_models import assert_close, prompt
 from tests.support.tiers import tiered
-from tests.support.typed import required
+from tests.support.typed import required, untyped
 from tests.support.v41_cases import TOLERANCE, assert_clear, make_runner, oracle_of, shallow, tiny
 
 LENGTH = 72
-SIZES = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 128}
+SIZES: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 128}
 
 
 def schedule(ratios: list[int], kv: list[int], index: list[int], window: int, limited: int | None = None) -> dict:
@@ -88,7 +89,7 @@ def strict(runner: ModelRunner) -> ModelRunner:
         poison_missing(runner)
         return step(*args)
 
-    runner.step = poisoned_step
+    untyped(runner).step = poisoned_step
     poison_caches(runner)
     return runner
 
@@ -127,7 +128,7 @@ def start(runner: ModelRunner, tokens: list[int], chunk: int, end: int = 0) -> t
         n = min(chunk, sequence.num_pending)
         [rows] = runner.step([(sequence, n)], StepOptions(ends=(end or len(tokens),))).rows
         assert len(rows) == (sequence.num_pending == 0 and not end)
-    return sequence, rows
+    return sequence, required(rows)
 
 
 def go_on(runner: ModelRunner, sequence: Sequence, tokens: list[int]) -> list[torch.Tensor]:
@@ -189,7 +190,7 @@ def test_windows_begin_at_the_first_computed_key(ratio, decodes):
     pages = {group: torch.arange(1, 7).view(3, 2).int() for group in runner.layout.pages}
     step = runner.builder.build(StepInput(new, lens, pages, num_decodes=decodes, window_starts=starts))
     chosen = torch.arange(topk, dtype=torch.int32).repeat(len(step.positions), 1)
-    layer = SimpleNamespace(
+    layer: Any = SimpleNamespace(
         compress_ratio=ratio, index_topk=topk if ratio else None, window_size=window, topk_indices_buffer=chosen
     )
     [chunk] = plan_prefill_chunks(step.prefill_seq_lens_cpu, step.prefill_gather_lens_cpu, ratio, 10**6)
@@ -359,13 +360,13 @@ def test_allowed_tokens_beside_a_prompt_without_results():
     mask[3] = 0b100
     options = StepOptions(greedy=True, allowed=(None, bytes(mask)), ends=(72, 50), logprobs=(None, 1))
     output = runner.step([(first, 40), (second, 50)], options)
-    assert required(output.tokens()) == [[], [26]]
-    assert [part and part.token_ids.tolist() for part in required(output.logprobs())] == [None, [26]]
+    assert required(output.tokens)() == [[], [26]]
+    assert [part and part.token_ids.tolist() for part in required(output.logprobs)()] == [None, [26]]
 
 
 # prefixes
 
-LONG_SIZES = {"max_model_len": 270, "max_num_seqs": 5, "max_num_batched_tokens": 256}
+LONG_SIZES: dict[str, Any] = {"max_model_len": 270, "max_num_seqs": 5, "max_num_batched_tokens": 256}
 
 
 @lru_cache
@@ -405,7 +406,7 @@ def expected_completions():
 )
 def test_prefixes(budget, one_by_one):
     """A snapshot without upper keys serves a prompt that goes on for long enough; others are computed up to one."""
-    limits = LONG_SIZES | {"max_num_batched_tokens": budget, "max_snapshots": 8}
+    limits: dict[str, Any] = LONG_SIZES | {"max_num_batched_tokens": budget, "max_snapshots": 8}
     runner = strict(make_runner(shallow(), **limits))
     for _ in range(2):
         _, found = generated(runner, shared_prompts(), one_by_one)
@@ -419,13 +420,13 @@ def test_a_snapshot_at_a_chunk_serves_long_prompts_only(more):
 
     A prompt that is too short is computed from its first token, and leaves a snapshot that serves the next one.
     """
-    limits = LONG_SIZES | {"max_num_batched_tokens": 64, "max_snapshots": 8}
+    limits: dict[str, Any] = LONG_SIZES | {"max_num_batched_tokens": 64, "max_snapshots": 8}
     runner, tokens = strict(make_runner(shallow(), **limits)), prompt(shallow(), 200, 8)
     assert required(runner.trailing).rows == 30
     engine, _ = generated(runner, [tokens])
     assert 64 in [64 * len(keys) for keys in kept_prefixes(engine)]
     other = tokens[:64] + prompt(shallow(), more, 9)
-    [expected] = generated(full(make_runner(shallow(), **limits | {"max_snapshots": 0})), [other])[1]
+    [expected] = generated(full(make_runner(shallow(), **{**limits, "max_snapshots": 0})), [other])[1]
     for cached in (64 if more >= 30 else 0, 64):
         [completion] = generated(runner, [other])[1]
         assert_same([completion], [expected])
@@ -463,7 +464,7 @@ def test_preemption():
     """A request that waits again, within its prompt or after it, computes its prompt again."""
     config, (first, second, *_) = shallow(), shared_prompts()
     for steps in (1, 5):
-        runner = strict(make_runner(config, **LONG_SIZES | {"max_num_batched_tokens": 96}))
+        runner = strict(make_runner(config, **{**LONG_SIZES, "max_num_batched_tokens": 96}))
         engine = Engine(runner)
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
         requests = [engine.add_request(each, params) for each in (first, second)]
@@ -495,7 +496,7 @@ def test_several_completions_share_a_prompt():
 def test_records_and_scores_beside_other_prompts():
     """A step in which something is recorded computes all of its rows, also of a prompt whose rows were left out."""
     config, prompts = shallow(), shared_prompts()
-    runner = strict(make_runner(config, **LONG_SIZES | {"max_num_batched_tokens": 128}))
+    runner = strict(make_runner(config, **{**LONG_SIZES, "max_num_batched_tokens": 128}))
     reference = full(make_runner(config, **LONG_SIZES))
     options = runner.record_options(routes=True, selections=True, hidden_states=[1, 3])
     expected, [records] = reference.score_records([prompts[3]], options)
@@ -529,7 +530,7 @@ def test_prompt_logprobs_take_all_rows():
 def test_drafts(snapshots):
     """DSpark's stages read streams of upper layers: the same drafts are made, and the same ones are accepted."""
     config, source = shallow(), DraftedSource(shallow(), 1)
-    limits = LONG_SIZES | {"max_snapshots": snapshots, "max_num_batched_tokens": 96}
+    limits: dict[str, Any] = LONG_SIZES | {"max_snapshots": snapshots, "max_num_batched_tokens": 96}
     stats, found = [], []
     for make in (strict, full):
         runner = make(make_runner(config, source, **limits))
@@ -552,7 +553,11 @@ def test_requests_in_any_order(seed):
         prompts.append(stem[: draw.choice([len(stem), draw.randint(1, len(stem))])] + prompt(config, more, 9000 + i))
     asked = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
     params = [SamplingParams(**asked, prompt_logprobs=0 if draw.random() < 0.2 else None) for _ in prompts]
-    limits = {"max_model_len": 260, "max_num_batched_tokens": draw.choice([17, 64, 100]), "max_num_seqs": 4}
+    limits: dict[str, Any] = {
+        "max_model_len": 260,
+        "max_num_batched_tokens": draw.choice([17, 64, 100]),
+        "max_num_seqs": 4,
+    }
     limits |= {"max_snapshots": draw.choice([0, 2, 8]), "max_rollback": draw.choice([1, 5, 16])}
     runner = strict(make_runner(config, source, **limits))
     speculates = limits["max_rollback"] > 1 and draw.random() < 0.5

@@ -35,7 +35,7 @@ from deepseek_attn.kernels.insert import (
     rope_insert,
 )
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus, target_of
-from tests.kernels.insert.test_insert_latents import LAYERS, make
+from tests.kernels.insert.test_insert_latents import LAYERS, called, make
 from tests.support.typed import untyped
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
@@ -145,7 +145,7 @@ def test_insert_latents(arch, layer):
         tokens = make(layer, torch.bfloat16, torch.device("meta"))
         if tokens.qr.shape[1] % 128 == 0:
             tokens = tokens._replace(qr_fp8=empty_quantized_rows(*tokens.qr.shape, torch.device("meta")))
-        insert_latents(tokens)
+        called(insert_latents, tokens)
 
     (kernel,) = compiled_ops(arch, call)["insert_latents_kernel"]
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80" and layer not in ("plain", "odd"))

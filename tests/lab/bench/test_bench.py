@@ -19,6 +19,7 @@ from deepseek_attn.lab.bench.timing import Timing
 from deepseek_attn.lab.commands.table import PrintedTable
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.tiers import tiered
+from tests.support.typed import required, untyped
 
 OPTIONS = {"max_model_len": 700, "max_num_seqs": 3, "max_num_batched_tokens": 64, "attention_only": True}
 
@@ -77,7 +78,7 @@ def test_metadata_of_a_graph_is_that_of_the_step(device):
     runner.manager.reserve([(cache, 3) for cache in caches])
     found, expected = static_metadata(runner, caches, 3), runner.step_metadata(caches, [3, 3])
     assert found.positions.tolist() == expected.positions.tolist() == [297, 298, 299, 40, 41, 42]
-    assert found.swa.slot_mapping.tolist() == expected.swa.slot_mapping.tolist()
+    assert required(found.swa).slot_mapping.tolist() == required(expected.swa).slot_mapping.tolist()
     assert found.num_decode_tokens == expected.num_decode_tokens == 6
 
 
@@ -92,7 +93,7 @@ def test_a_timing_stands_beside_its_floor(device):
     rates = {"copy": 1e9, "bf16": 1e15, "fp8": 1e15}
     timing = time_layer(runner, 0, batch=2, tokens=1, context=300, repeats=3, rates=rates)
     assert timing.floor_us == pytest.approx(sum(timing.work.bytes.values()) / 1e3)
-    assert timing.over_floor == pytest.approx(timing.microseconds / timing.floor_us)
+    assert timing.over_floor == pytest.approx(timing.microseconds / required(timing.floor_us))
     assert timing.bound == "bytes"
     row = json.loads(json.dumps(timing.row()))
     assert row["work"]["bytes"]["output"] == 2 * 256 * runner.dtype.itemsize
@@ -252,9 +253,9 @@ def test_the_floor_of_a_step(preset, layers, tokens):
         works = stage_works(runner, shape)[stage.stage]
         assert len(works) == (1 if stage.stage == "head" else len(runner.backbone_layers))
         assert stage.floor_us == pytest.approx(sum(work.floor(rates).microseconds for work in works))
-        assert stage.over_floor == pytest.approx(stage.microseconds / stage.floor_us)
-    assert timing.floor_us == pytest.approx(sum(stage.floor_us for stage in timing.stages))
-    assert timing.over_floor == pytest.approx(timing.microseconds / timing.floor_us)
+        assert stage.over_floor == pytest.approx(stage.microseconds / required(stage.floor_us))
+    assert timing.floor_us == pytest.approx(sum(required(stage.floor_us) for stage in timing.stages))
+    assert timing.over_floor == pytest.approx(timing.microseconds / required(timing.floor_us))
     assert timing.work.total_bytes == sum(stage.work.total_bytes for stage in timing.stages)
     assert timing.work.bytes.get("table rows", 0) == (preset == "tiny_v41") * 2 * 2 * tokens * (192 + 192 // 32)
     with pytest.raises(ValueError, match="3 new tokens"):
@@ -302,8 +303,10 @@ def test_a_shared_pool_does_not_stand_for_what_a_call_reads(moved, held, expecte
 
 def test_percentiles():
     assert Timing.of([3.0]) == Timing(microseconds=3.0, low=3.0, high=3.0)
-    assert Timing.of([1.0, 2.0]) == Timing(microseconds=1.5, low=pytest.approx(1.1), high=pytest.approx(1.9))
-    expected = Timing(microseconds=50.0, low=pytest.approx(10.0), high=pytest.approx(90.0))
+    assert Timing.of([1.0, 2.0]) == Timing(
+        microseconds=1.5, low=untyped(pytest.approx(1.1)), high=untyped(pytest.approx(1.9))
+    )
+    expected = Timing(microseconds=50.0, low=untyped(pytest.approx(10.0)), high=untyped(pytest.approx(90.0)))
     assert Timing.of([float(i) for i in range(101)]) == expected
 
 

@@ -12,6 +12,7 @@ import torch
 from deepseek_attn.cli import main
 from deepseek_attn.cli.generate import default_checkpoint
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.engine.stats import EngineStats
 from deepseek_attn.lab.bench import engine as bench
 from deepseek_attn.lab.bench.engine import (
@@ -29,6 +30,7 @@ from deepseek_attn.lab.training.text import sample_text
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
+from tests.support.typed import of_type, untyped
 
 
 @pytest.mark.exhaustive
@@ -153,7 +155,7 @@ def test_a_cut_model_keeps_its_mtp_layer():
     assert [layer.kind for layer in cut.mtp_layers] == [layer.kind for layer in flash.mtp_layers]
     assert cut.n_routed_experts == 16
     v32 = cut_config(ModelConfig.from_pretrained("v32"), 2)
-    assert [layer.dense_ffn for layer in v32.layers] == [True, True]
+    assert [of_type(layer, V32LayerSpec).dense_ffn for layer in v32.layers] == [True, True]
     assert len(v32.mtp_layers) == 1
     assert cut_config(v32) is v32
     with pytest.raises(ValueError, match="9 layers: the model has 1 to 2 to keep"):
@@ -164,9 +166,9 @@ def test_replays_are_kept_in_order_and_only_in_the_context(monkeypatch):
     done = []
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", done.append)
     with GraphReplays() as replays:
-        torch.cuda.CUDAGraph.replay("a")
-        torch.cuda.CUDAGraph.replay("b")
-    torch.cuda.CUDAGraph.replay("c")
+        untyped(torch.cuda.CUDAGraph).replay("a")
+        untyped(torch.cuda.CUDAGraph).replay("b")
+    untyped(torch.cuda.CUDAGraph).replay("c")
     assert replays.graphs == ["a", "b"]
     assert done == ["a", "b", "c"]
 
@@ -218,7 +220,7 @@ def test_masks_of_structures(capsys):
 
 def test_command_on_the_small_checkpoint(capsys):
     args = "bench engine --device cpu --batch 1 --drafts 0 --prompt 12 --tokens 5 --repeats 1"
-    assert main(args.split()) == 0
+    assert main([*args.split()]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["drafts"], row["graphs"]) for row in report["rows"]] == [(0, False)]
     assert report["model"] == "small"

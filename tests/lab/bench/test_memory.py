@@ -13,6 +13,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.lab.bench.engine import cut_config
 from deepseek_attn.lab.bench.memory import Limits, measure_memory, peak_workload, storage_bytes
 from deepseek_attn.runner import ModelRunner
+from tests.support.typed import untyped
 
 LIMITS = Limits(70, 3, 33)
 
@@ -48,7 +49,7 @@ def test_the_workload_reaches_the_limits():
             batches.append((len(batch), sum(n for _, n in batch)))
             return step(batch, options)
 
-        runner.step = noted
+        untyped(runner).step = noted
         assert sum(1 for _ in peak_workload(runner)) == len(batches)
     assert max(lengths) == 69  # the last token is never computed
     assert max(count for count, _ in batches) == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,13 +17,15 @@ from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.testing import layer_reference
 from tests.support import small_models, v32_cases
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 LENGTH = 67
-V4 = {"ratios": [0, 4, 16], "index_topk": 6}
+V4: dict[str, Any] = {"ratios": [0, 4, 16], "index_topk": 6}
 
 
 def make_runner(family: str, step: int, **options):
-    options = {"max_model_len": 160, "max_num_seqs": 1, "max_num_batched_tokens": step} | options
+    sizes: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 1, "max_num_batched_tokens": step}
+    options = sizes | options
     if family == "V4":
         return small_models.small_runner(small_models.small_config(**V4), **options)
     return v32_cases.make_runner(v32_cases.small("deepseek_v3" if family == "V3" else "deepseek_v32"), **options)
@@ -150,7 +154,8 @@ def test_weights_are_those_of_the_reference(family):
     found = inspect_attention(runner, tokens_of(runner), top=LENGTH)
     assert len(inputs) == len(found.queries[0].layers) > 1
     for place, (index, (x, selected)) in enumerate(inputs.items()):
-        reference, rows = layer_reference(runner.config, RandomSource(runner.config, 0), index), []
+        reference: Any = layer_reference(runner.config, RandomSource(runner.config, 0), index)
+        rows = []
         weights_of = reference.weights_of
         reference.weights_of = lambda q, keys, to=rows, f=weights_of: to.append(f(q, keys)) or to[-1]
         reference(x, selected)
@@ -165,7 +170,7 @@ def test_weights_are_those_of_the_reference(family):
                 assert ordered == pytest.approx(values.tolist(), abs=1e-6)
                 assert head.shares.sink == pytest.approx(1 - float(values.sum()), abs=1e-6)
             if read.index is not None:
-                row = scores[query.position]
+                row = required(scores)[query.position]
                 assert read.index.scores == pytest.approx([float(row[e]) for e in read.index.entries], abs=1e-5)
 
 
@@ -179,21 +184,21 @@ def test_the_indexer_beside_dense_attention(family):
     runner = make_runner(family, 50)
     index = 1 if family == "V4" else 0
     layer = attention_layers(runner.model)[index]
-    topk = layer.index_topk
+    topk = required(layer.index_topk)
     found = inspect_attention(runner, tokens_of(runner), top=LENGTH, layers=[index])
     recalls, kepts = [], []
     for query in found.queries:
-        read = query.layers[0].index
-        visible = (query.position + 1) // layer.spec.ratio
+        read, visible = query.layers[0].index, (query.position + 1) // layer.spec.ratio
         if visible <= topk:
             assert read is None
             continue
+        assert read is not None
         assert read.visible == len(read.entries) == visible
         assert read.scores == sorted(read.scores, reverse=True)
         assert read.selected == [True] * topk + [False] * (visible - topk)  # the best, none twice
         assert read.lowest_selected == read.scores[topk - 1]
         dense = dict(zip(read.entries, read.dense_weights, strict=True))
-        best = set(sorted(dense, key=dense.get)[-topk:])
+        best = set(sorted(dense, key=lambda entry: dense[entry])[-topk:])
         selected = {entry for entry, was in zip(read.entries, read.selected, strict=True) if was}
         recalls.append(len(best & selected) / topk)
         kepts.append(sum(dense[entry] for entry in selected) / sum(dense.values()))
@@ -202,23 +207,23 @@ def test_the_indexer_beside_dense_attention(family):
         assert set(query.layers[0].mean.entries) == selected
     assert recalls
     [summary] = found.layers
-    assert summary.index.queries == len(recalls)
-    assert summary.index.recall == pytest.approx(sum(recalls) / len(recalls))
-    assert summary.index.kept == pytest.approx(sum(kepts) / len(kepts), abs=1e-5)
+    assert required(summary.index).queries == len(recalls)
+    assert required(summary.index).recall == pytest.approx(sum(recalls) / len(recalls))
+    assert required(summary.index).kept == pytest.approx(sum(kepts) / len(kepts), abs=1e-5)
 
 
 def test_dense_weights_are_those_of_a_layer_that_reads_every_entry():
     """The same weights without an indexer; only in the first layer are the inputs the same."""
     config = small_models.small_config([4, 0])
     source = RandomSource(config, 0)
-    options = {"max_model_len": 160, "max_num_seqs": 1, "max_num_batched_tokens": 40}
+    options: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 1, "max_num_batched_tokens": 40}
     sparse = small_models.small_runner(config, source, **options)
     all_entries = config.replace(compress_indexer={"4": False})
     dense = small_models.small_runner(all_entries, RescheduledSource(source, config, all_entries), **options)
     tokens = small_models.prompt(config, LENGTH)
     indexed = inspect_attention(sparse, tokens, top=LENGTH, layers=[0], queries=[-1]).queries[0].layers[0].index
     mean = inspect_attention(dense, tokens, top=LENGTH, layers=[0], queries=[-1]).queries[0].layers[0].mean
-    assert dict(zip(indexed.entries, indexed.dense_weights, strict=True)) == pytest.approx(
+    assert dict(zip(required(indexed).entries, required(indexed).dense_weights, strict=True)) == pytest.approx(
         dict(zip(mean.entries, mean.entry_weights, strict=True)), abs=1e-6
     )
 
@@ -273,7 +278,7 @@ def test_a_runner_goes_on_as_before():
         if inspected:
             inspect_attention(runner, tokens[:60], queries=[3])
         assert runner.manager.available_pages() == free
-        logits += runner.step([(sequence, LENGTH - 40)]).logits
+        logits += runner.step([(sequence, LENGTH - 40)]).rows
         sequence.free()
     assert torch.equal(*logits)
 
@@ -284,7 +289,7 @@ def test_steps_over_persistent_tensors_are_computed_eagerly(monkeypatch):
     tokens = tokens_of(runner)[:9]
     expected = inspect_attention(runner, tokens)
     monkeypatch.setattr(runner, "graphs", DecodeGraphs(runner.whole_model(), runner.layout, runner.device, batches=[1]))
-    assert runner.graphs.supports([1], runner.decode_query_len)
+    assert required(runner.graphs).supports([1], runner.decode_query_len)
     assert inspect_attention(runner, tokens) == expected
 
 
@@ -340,8 +345,8 @@ def test_as_many_of_the_last_tokens_as_are_kept(runner, monkeypatch):
 def test_weights_that_are_not_finite_are_refused_and_nothing_is_kept(what):
     runner = make_runner("V4", 50)
     layer = attention_layers(runner.model)[1]
-    weights = layer.attn_sink if what == "attention weights" else layer.indexer.weights_proj.weight
-    weights.data[0] = float("nan")
+    weights = layer.attn_sink if what == "attention weights" else required(layer.indexer).weights_proj.weight
+    required(weights).data[0] = float("nan")
     free = runner.manager.available_pages()
     with pytest.raises(ValueError, match=rf"layers\.1: {what} of tokens 0 to .* are not finite"):
         inspect_attention(runner, tokens_of(runner))

@@ -19,6 +19,7 @@ from deepseek_attn.lab.inspect import Inspection, page, token_texts, write_page
 from deepseek_attn.text.tokenizer import Tokenizer
 from deepseek_attn.utils.pages import script_data
 from tests.support.small_models import prompt, small_config, small_runner
+from tests.support.typed import required
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -95,7 +96,7 @@ def test_the_page_stands_alone(inspection):
 def opened(inspection: Inspection) -> tuple[int, int]:
     """Query and layer that the written page is told to show first."""
     attributes = dict(Parsed(page.make_page(inspection, None, "title")).attributes)
-    return int(attributes["data-query"]), int(attributes["data-layer"])
+    return int(required(attributes["data-query"])), int(required(attributes["data-layer"]))
 
 
 @pytest.mark.parametrize(("tokens", "layer"), [(40, 1), (9, 1), (3, 0)])

@@ -14,13 +14,14 @@ import torch
 
 pytest.importorskip("lm_eval", reason="pip install 'deepseek-attn[lm-eval]'")
 
-from lm_eval import simple_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
-from lm_eval.tasks import TaskManager
+from lm_eval import simple_evaluate  # pyright: ignore[reportAttributeAccessIssue]  # an extra
+from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]  # an extra
+from lm_eval.api.registry import get_model  # pyright: ignore[reportMissingImports]  # an extra
+from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
 
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.lab.lm_eval.model import DeepseekAttnLM
+from tests.support.typed import required
 
 QUESTIONS = [
     {"question": "It is a truth universally", "choices": [" acknowledged", " green", " potato cake"], "answer": 0},
@@ -81,7 +82,7 @@ def requests(kind: str, *arguments: tuple) -> list[Instance]:
 
 
 def ids_of(model: DeepseekAttnLM, text: str) -> list[int]:
-    return model.llm.tokenizer.encode_prompt(text)
+    return required(model.llm.tokenizer).encode_prompt(text)
 
 
 def test_tasks(model, tmp_path, monkeypatch):

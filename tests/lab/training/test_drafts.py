@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import StepOptions
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
 from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.typed import required, untyped
 
 CPU = torch.device("cpu")
 TEXT = "The cat sat on the mat, and the dog lay by the door. " * 300
@@ -58,10 +60,10 @@ def drafted_by_runner(config, source, tokens: list[int], num_drafts: int) -> tup
     runner = small_runner(config, source)
     sequence = runner.sequence(tokens[:-1])
     options = StepOptions(hidden_states=True, mtp=True)
-    hidden_states = runner.step([(sequence, len(tokens) - 1)], options).hidden_states[0]
+    hidden_states = required(runner.step([(sequence, len(tokens) - 1)], options).hidden_states)[0]
     runner.manager.reserve([(sequence.cache, num_drafts - 1)])
-    logits, draft_logits = [], runner.model.draft_logits
-    runner.model.draft_logits = lambda states: logits.append(draft_logits(states)) or logits[-1]
+    logits, draft_logits = [], runner.whole_model().draft_logits
+    untyped(runner.model).draft_logits = lambda states: logits.append(draft_logits(states)) or logits[-1]
     rows = DraftRows(sequence, len(tokens) - 2, hidden_states, tokens[-1:])
     return runner.draft([rows], num_drafts).tokens[0].tolist(), [row[0] for row in logits]
 
@@ -95,7 +97,7 @@ def test_the_draft_loss_trains_the_mtp_layer_and_nothing_else():
     touched = {name for name, p in model.named_parameters() if p.grad is not None}
     assert touched == {name for name, p in model.named_parameters() if name.startswith("mtp.") and p.requires_grad}
     for name in touched:
-        assert model.get_parameter(name).grad.abs().max() > 0, name
+        assert required(model.get_parameter(name).grad).abs().max() > 0, name
 
 
 def test_losses_by_definition():
@@ -163,7 +165,7 @@ def task() -> TextTask:
     return TextTask.from_text(TEXT, vocab_size=300)
 
 
-SIZES = {"steps": 24, "batch": 2, "seq_len": 24, "test_batches": 2}
+SIZES: dict[str, Any] = {"steps": 24, "batch": 2, "seq_len": 24, "test_batches": 2}
 
 
 @pytest.fixture(scope="module")
@@ -183,14 +185,14 @@ def test_it_learns_to_be_accepted(result, task):
 
 @EXHAUSTIVE
 def test_an_mtp_layer_that_took_no_steps_to_speak_of_is_not_accepted(result, task):
-    untrained = train(config(), task, **SIZES | {"steps": 12}, mtp=MtpTraining(steps=1, lr=1e-9), device="cpu")
+    untrained = train(config(), task, **{**SIZES, "steps": 12}, mtp=MtpTraining(steps=1, lr=1e-9), device="cpu")
     assert untrained.metrics["acceptance_1"] < 0.2
     assert untrained.metrics["mtp_loss"] > 2 * result.metrics["mtp_loss"]
 
 
 @pytest.mark.exhaustive
 def test_the_backbone_is_what_it_is_without_an_mtp_layer(task):
-    sizes = SIZES | {"steps": 2}
+    sizes: dict[str, Any] = SIZES | {"steps": 2}
     plain = train(config(mtp=0), task, **sizes, device="cpu")
     both = train(config(), task, **sizes, device="cpu")
     assert both.losses == plain.losses
@@ -224,7 +226,7 @@ def test_a_saved_checkpoint_drafts_as_training_said(result, task, tmp_path):
 @pytest.mark.gpu
 def test_training_on_a_gpu(device, task):
     """Captured steps of the MTP layer too."""
-    trained = train(config(), task, **SIZES | {"steps": 24}, mtp=MtpTraining(steps=24), device=device)
+    trained = train(config(), task, **{**SIZES, "steps": 24}, mtp=MtpTraining(steps=24), device=device)
     assert trained.metrics["acceptance_1"] > 0.3
     runner = trained.runner(device=device, numerics="exact", dtype="float32", max_model_len=64, max_num_seqs=4)
     assert first_drafts_accepted(runner, task) == pytest.approx(trained.metrics["acceptance_1"], abs=0.1)
@@ -243,10 +245,10 @@ def test_the_routers_bias_of_the_mtp_layer_follows_its_load(result):
 
 def test_a_budget_covers_both(task):
     mtp = MtpTraining(steps=10**6)
-    short = train(config(), task, **SIZES | {"steps": 10**6}, budget_s=0.05, mtp=mtp, device="cpu")
+    short = train(config(), task, **{**SIZES, "steps": 10**6}, budget_s=0.05, mtp=mtp, device="cpu")
     assert 0 < short.steps < 1000
-    assert 0 < short.mtp.done < 1000
-    assert short.seconds + short.mtp.seconds < 10
+    assert 0 < required(short.mtp).done < 1000
+    assert short.seconds + required(short.mtp).seconds < 10
 
 
 # What is refused, and the command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ def both(config, length: int, rows: int = 2) -> tuple[torch.Tensor, list[torch.T
 
 @pytest.mark.parametrize(("ratio", "overlap", "indexer"), tiered([(0, False, False), *BRANCHES], QUICK))
 def test_every_branch_equals_the_caches(ratio, overlap, indexer):
-    switches = {"compress_overlap": {str(ratio): overlap}, "compress_indexer": {str(ratio): indexer}} if ratio else {}
+    switches: dict[str, Any] = (
+        {"compress_overlap": {str(ratio): overlap}, "compress_indexer": {str(ratio): indexer}} if ratio else {}
+    )
     config = small_config([ratio, ratio], **switches)
     dense, scored = both(config, 75)
     for row, expected in zip(dense, scored, strict=True):

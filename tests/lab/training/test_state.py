@@ -13,6 +13,7 @@ from deepseek_attn.lab.training import MtpTraining, TextTask, train
 from deepseek_attn.lab.training.state import TrainingState
 from tests.support.small_models import small_config
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 TEXT = "The cat sat on the mat, and the dog lay by the door. " * 100
 SETTINGS = {"steps": 4, "seed": 0}
@@ -56,7 +57,7 @@ def test_a_training_that_goes_on_ends_as_one_that_was_not_interrupted(whole, tmp
     state = TrainingState(path, SETTINGS, resume=True)
     result = run(state)
     assert result.losses == whole.losses
-    assert result.mtp.losses == whole.mtp.losses
+    assert required(result.mtp).losses == whole.mtp.losses
     assert result.metrics == whole.metrics
     for name, value in whole.model.state_dict().items():
         assert torch.equal(result.model.state_dict()[name], value), name

@@ -9,6 +9,7 @@ from deepseek_attn.lab.training import AssociativeRecall, CopyAcross, TextTask, 
 from deepseek_attn.lab.training.task import BOS, generator_of
 from deepseek_attn.lab.training.tasks import MARK, SYNTHETIC
 from deepseek_attn.text.tokenizer_files import make_tokenizer
+from tests.support.typed import required
 
 LENGTH, GAP = 120, 30
 OPTIONS = {"common_words": {"common": 3, "often": 7, "seldom": 2}, "frequent_words": {"words": 40}}
@@ -131,7 +132,7 @@ def test_chance_is_one_of_the_symbols(name, chance):
 
 def test_chance_knows_the_order_of_answers():
     """The lowest of three of twelve words is the first one in a quarter of the sequences."""
-    assert task_of("common_words").chance(LENGTH) > 0.15
+    assert required(task_of("common_words").chance(LENGTH)) > 0.15
     assert TextTask(list(range(1, 90)), 96).chance(10) is None
 
 
@@ -178,7 +179,7 @@ def test_the_sample_text_is_readable_and_round_trips():
     assert "It is a truth universally acknowledged" in text
     assert len(text) > 3_900_000
     task = TextTask.from_text(vocab_size=400, characters=20_000)
-    assert task.tokenizer.decode(task.ids.tolist()) == text[:20_000]
+    assert required(task.tokenizer).decode(task.ids.tolist()) == text[:20_000]
     assert len(task.ids) < 15_000, "merges were learned"
     plain = TextTask.from_text("a few words", vocab_size=300, tokenizer=make_tokenizer(300))
     assert len(plain.ids) == 11

@@ -78,7 +78,7 @@ def test_kept_blocks_by_definition():
     for query in range(9):
         newest = query // 2
         best = {block: float(scores[0, 0, 2 * block : min(2 * block + 2, query + 1)].max()) for block in range(newest)}
-        expected = {newest, *sorted(best, key=best.get, reverse=True)[:1]}
+        expected = {newest, *sorted(best, key=lambda block: best[block], reverse=True)[:1]}
         assert set((kept[query].nonzero().flatten() // 2).tolist()) == expected
 
 

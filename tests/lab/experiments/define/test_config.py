@@ -9,6 +9,7 @@ from deepseek_attn import ModelConfig
 from deepseek_attn.lab.experiments.define.config import load_experiment, read_experiment, shipped_experiments
 from deepseek_attn.lab.experiments.define.units import make_units
 from deepseek_attn.lab.experiments.define.variant import ModelVariant
+from tests.support.typed import required
 
 VARIANTS = [{"schedule": "0*"}]
 SIZES = {"steps": 1, "batch": 1, "seq_len": 64}
@@ -40,7 +41,7 @@ def test_the_study_has_what_it_promises():
     assert len(full) >= 6
     assert ("0,(4,128)*", "None", "None", None) in full
     assert len(study.seeds) >= 5
-    assert {task.size for task in study.train.tasks.values()} >= {None, "10m", "50m"}
+    assert {task.size for task in required(study.train).tasks.values()} >= {None, "10m", "50m"}
     assert any(variant.dense for variant in study.variants)
     assert any(variant.layers for variant in study.variants)
 
@@ -137,7 +138,7 @@ def test_costs_with_index_keys_of_another_format(tmp_path):
     for keys in (None, "fp8", "fp4"):
         experiment = read(tmp_path, cost=COST | {"numerics": "serving", "index_keys": keys})
         units = [unit for unit in make_units(experiment, "cpu") if unit.kind in ("cost", "layer_time")]
-        found[keys] = experiment.cost.numerics.name, {unit.fingerprint for unit in units}
+        found[keys] = required(experiment.cost).numerics.name, {unit.fingerprint for unit in units}
     assert found[None] == found["fp8"]
     assert found["fp4"][0] == "serving (fp4 index keys)"
     assert len(found["fp4"][1]) == len(found[None][1])

@@ -5,6 +5,7 @@ import pytest
 from deepseek_attn import ModelConfig
 from deepseek_attn.lab.experiments.define.schedule import expand_schedule
 from deepseek_attn.lab.experiments.define.variant import ModelVariant, default_name
+from tests.support.typed import of_type
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_wrong_patterns_say_what_is_wrong(pattern, why):
 
 
 def test_a_variant_changes_what_it_names_and_nothing_else():
-    base = ModelConfig.from_preset("tiny")
+    base = of_type(ModelConfig.from_preset("tiny"), ModelConfig)
     config = ModelVariant("v", "0,(4,16)*", overlap={"16": True}, indexer=False, index_topk=3, sliding_window=9).config(
         base
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from deepseek_attn.lab.experiments.define.variant import ModelVariant
 from deepseek_attn.lab.experiments.measure.checkpoint import measure_own, measure_variant, open_source, read_prompts
 from deepseek_attn.lab.experiments.measure.quality import compare, next_token_loss
 from deepseek_attn.lab.experiments.measure.recall import measure_recall
+from tests.support.typed import untyped
 
 CPU = torch.device("cpu")
 OWN = ",".join(str(spec.ratio) for spec in ModelConfig.from_pretrained("tiny").layers)
@@ -50,8 +52,8 @@ def test_own_quality_is_that_of_a_whole_runner(results):
     prompts = read_prompts(settings(), config)
     runner = ModelRunner.from_source(config, source, device="cpu", max_model_len=51, max_num_batched_tokens=51)
     logits = runner.score(prompts)
-    own, _ = results[2]
-    assert own["loss"] == compare(logits, logits, prompts)["loss"]
+    own: Any = results[2][0]
+    assert own["loss"] == untyped(compare(logits, logits, prompts))["loss"]
     assert own["layers"] == measure_recall(runner, prompts)
 
 
@@ -64,11 +66,11 @@ def test_a_variant_that_changes_nothing_is_equal_and_others_are_not(results):
 
 
 def test_a_change_of_a_late_layer_starts_from_kept_states(results, tmp_path, monkeypatch):
-    own = measure_own(settings(at_once=2), CPU, tmp_path)
+    own: Any = measure_own(settings(at_once=2), CPU, tmp_path)
     computed = []
     make = ModelRunner.from_source
     monkeypatch.setattr(ModelRunner, "from_source", lambda *a, **o: computed.append(o["layers"]) or make(*a, **o))
-    late = measure_variant(ModelVariant("late", LATE), settings(at_once=2), CPU, tmp_path)
+    late: Any = measure_variant(ModelVariant("late", LATE), settings(at_once=2), CPU, tmp_path)
     assert computed == [[4, 5]]
     assert [row["layer"] for row in late["layers"]] == [row["layer"] for row in own["layers"]]
     assert late["layers"][:4] == own["layers"][:4]
@@ -78,7 +80,7 @@ def test_a_change_of_a_late_layer_starts_from_kept_states(results, tmp_path, mon
 def test_the_first_layers_alone(tmp_path):
     config, source = open_source(settings())
     prompts = read_prompts(settings(), config)
-    own = measure_own(settings(layers=3, at_once=2), CPU, tmp_path)
+    own: Any = measure_own(settings(layers=3, at_once=2), CPU, tmp_path)
     runner = ModelRunner.from_source(config, source, device="cpu", layers=[0, 1, 2], max_model_len=51)
     losses = [
         next_token_loss(rows, torch.tensor(ids, dtype=torch.int64, device="cpu"))
@@ -119,10 +121,10 @@ def test_groups_of_layers_of_other_families_change_nothing(family):
 def test_other_families_are_those_of_a_whole_runner(family):
     (own, rows), (fewer, _), prompts = family["whole own"], family["whole top 2"], family["prompts"]
     found, variants = family["own"][1], family["variants"][1]
-    assert found["loss"] == compare(own, own, prompts)["loss"]
+    assert found["loss"] == untyped(compare(own, own, prompts))["loss"]
     assert found["layers"] == rows
     assert variants["own"]["kl"] == 0.0
-    expected = compare(own, fewer, prompts)
+    expected: Any = compare(own, fewer, prompts)
     assert {key: variants["top 2"][key] for key in expected} == expected
     assert expected["kl"] > 0
 

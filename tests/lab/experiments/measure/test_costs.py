@@ -1,5 +1,7 @@
 """Counted costs, against the allocator and the weights of a layer."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from deepseek_attn.lab.experiments.define.variant import ModelVariant
 from deepseek_attn.lab.experiments.measure.costs import count_costs, query_costs
 from deepseek_attn.layers.linear import Linear
 
+TINY = ModelConfig.from_preset("tiny")
 SCHEDULES = [("0*", {}), ("0,(4,128)*", {}), ("1,2,8*", {}), ("0,16*", {"overlap": True, "indexer": True})]
 
 
@@ -18,7 +21,7 @@ SCHEDULES = [("0*", {}), ("0,(4,128)*", {}), ("1,2,8*", {}), ("0,16*", {"overlap
 @pytest.mark.parametrize("numerics", ["exact", "serving"])
 def test_sequence_bytes_are_what_is_allocated_for_it(pattern, options, numerics):
     """All pools of a runner of one sequence, without the null pages and the window page of the running step."""
-    config = ModelVariant("v", pattern, **options).config(ModelConfig.from_preset("tiny"))
+    config: Any = ModelVariant("v", pattern, **options).config(TINY)
     numerics, length = get_numerics(numerics), 700
     costs = count_costs(config, numerics, torch.float32, (length,))
     layout = make_layout(config, numerics, torch.float32, length, 1, 1, layers=config.layers)
@@ -28,7 +31,7 @@ def test_sequence_bytes_are_what_is_allocated_for_it(pattern, options, numerics)
 
 
 def test_bytes_per_token_are_the_slope_of_sequence_bytes():
-    config = ModelVariant("v", "0,(4,16)*").config(ModelConfig.from_preset("tiny"))
+    config: Any = ModelVariant("v", "0,(4,16)*").config(TINY)
     costs = count_costs(config, get_numerics("serving"), torch.bfloat16, (1 << 20, 1 << 21))
     short, long = (row["sequence_bytes"] for row in costs["contexts"])
     assert (long - short) / (1 << 20) == costs["per_token"]
@@ -38,7 +41,7 @@ def test_bytes_per_token_are_the_slope_of_sequence_bytes():
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_flops_are_those_of_the_weights_and_the_keys(ratio, context, index_topk):
     """Each weight of a linear layer that takes part is one multiply-add; scores and sums by their definition."""
-    config = ModelVariant("v", f"{ratio}*", index_topk=index_topk).config(ModelConfig.from_preset("tiny"))
+    config: Any = ModelVariant("v", f"{ratio}*", index_topk=index_topk).config(TINY)
     runner = ModelRunner.from_config(config, device="cpu", layers=[0], attention_only=True, max_model_len=512)
     spec, visible = config.layers[0], context // ratio if ratio else 0
     found = query_costs(spec, config, get_numerics("exact"), torch.float32, context)
@@ -60,7 +63,7 @@ def test_flops_are_those_of_the_weights_and_the_keys(ratio, context, index_topk)
 
 
 def test_dense_attention_holds_and_reads_every_token():
-    config = ModelVariant("v", attention="dense").config(ModelConfig.from_preset("tiny"))
+    config: Any = ModelVariant("v", attention="dense").config(TINY)
     costs = count_costs(config, get_numerics("exact"), torch.float32, (64, 1 << 20), range(config.num_hidden_layers))
     row = 4 * config.head_dim
     assert costs["per_token"] == row * config.num_hidden_layers
@@ -70,7 +73,8 @@ def test_dense_attention_holds_and_reads_every_token():
 
 
 def test_first_layers_of_dense_attention_may_keep_their_window():
-    config, numerics = ModelVariant("v").config(ModelConfig.from_preset("tiny")), get_numerics("exact")
+    config: Any = ModelVariant("v").config(TINY)
+    numerics = get_numerics("exact")
     variant = ModelVariant("v", attention="dense", window_layers=2)
     found, windows, dense = (
         count_costs(config, numerics, torch.float32, (1 << 20,), layers)["contexts"][0]["by_layer"]
@@ -83,7 +87,7 @@ def test_first_layers_of_dense_attention_may_keep_their_window():
 def test_layers_that_share_entries_and_selections_are_counted_once():
     """Of ratios 0 2 2 2 1 1: layers 1 and 4 make entries, 1, 3 and 4 select, the second of ratio 1 only reads."""
     v41 = {"selection": 2, "candidates": 4}
-    config = ModelVariant("v", "0,2x3,1*", v41=v41, index_topk=4).config(ModelConfig.from_preset("tiny"))
+    config: Any = ModelVariant("v", "0,2x3,1*", v41=v41, index_topk=4).config(TINY)
     costs = count_costs(config, get_numerics("exact"), torch.float32, (640,))
     rows = costs["contexts"][0]["by_layer"]
     made = [layer["per_token"] - layer["index_per_token"] for layer in costs["layers"]]
@@ -95,8 +99,6 @@ def test_layers_that_share_entries_and_selections_are_counted_once():
     assert [row["read_bytes"] for row in rows] == [
         entry * (window + 4 * (layer > 0)) + key * entries for layer, entries in enumerate(scored)
     ]
-    limited = ModelVariant("v", "0,2x3,1*", v41=v41 | {"selection": 1}, index_topk=4).config(
-        ModelConfig.from_preset("tiny")
-    )
+    limited: Any = ModelVariant("v", "0,2x3,1*", v41=v41 | {"selection": 1}, index_topk=4).config(TINY)
     later = count_costs(limited, get_numerics("exact"), torch.float32, (640,))["contexts"][0]["by_layer"][5]
     assert later["read_bytes"] == entry * (window + 4) + key * 16, "a later selection reads its candidates alone"

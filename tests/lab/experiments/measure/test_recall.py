@@ -1,6 +1,7 @@
 """Recall of a layer, against loops over queries and keys in float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from deepseek_attn.lab.experiments.measure.recall import measure_recall
 from deepseek_attn.layers.rope import apply_rope
 from tests.support.small_models import prompt, small_config, small_runner
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 LENGTH = 90
 
@@ -88,8 +90,8 @@ def test_recall_against_brute_force(monkeypatch, block_bytes):
         expected = brute_force(*captured(runner, tokens)[row["layer"]])
         for name, value in expected.items():
             assert row[name] == (None if value is None else pytest.approx(value, abs=1e-5)), (row["kind"], name)
-    assert rows[1]["entry_mass"] < 1
-    assert rows[2]["entry_mass"] < 1
+    assert required(rows[1]["entry_mass"]) < 1
+    assert required(rows[2]["entry_mass"]) < 1
     assert rows[3]["entry_mass"] is None
 
 
@@ -99,7 +101,7 @@ def test_prompts_are_averaged_over_queries():
     one, two = prompt(config, 40), prompt(config, 80, seed=1)
     both = measure_recall(runner, [one, two])[1]["token_mass"]
     alone = [measure_recall(runner, [tokens])[1]["token_mass"] for tokens in (one, two)]
-    assert both == pytest.approx((40 * alone[0] + 80 * alone[1]) / 120)
+    assert both == pytest.approx((40 * required(alone[0]) + 80 * required(alone[1])) / 120)
 
 
 def test_everything_is_recalled_within_the_window_and_with_one_entry_per_token():
@@ -107,7 +109,7 @@ def test_everything_is_recalled_within_the_window_and_with_one_entry_per_token()
     rows = measure_recall(small_runner(config), [prompt(config, 15)])
     assert [row["token_mass"] for row in rows] == [pytest.approx(1.0)] * 2
     rows = measure_recall(small_runner(config), [prompt(config, 100)])
-    assert rows[0]["token_mass"] < 0.99
+    assert required(rows[0]["token_mass"]) < 0.99
     assert rows[1]["token_mass"] == pytest.approx(1.0)
 
 
@@ -129,13 +131,13 @@ def test_comparison_of_logits():
             losses.append(-float(pb[p[t + 1]].log()))
             kls.append(float((pa * (pa / pb).log()).sum()))
             same.append(float(pa.argmax() == pb.argmax()))
-    found = compare(own, other, prompts)
+    found: Any = compare(own, other, prompts)
     for name, values in (("loss", losses), ("kl", kls), ("top1", same)):
         assert found[name] == pytest.approx(sum(values) / len(values), abs=1e-5)
     rows = found["by_position"]
     assert [(row["start"], row["end"], row["tokens"]) for row in rows] == [(0, 32, 32 + 8), (32, 64, 32), (64, 128, 5)]
     assert rows[2]["loss"] == pytest.approx(sum(losses[64:69]) / 5, abs=1e-5)
-    itself = compare(own, own, prompts)
+    itself: Any = compare(own, own, prompts)
     assert itself["kl"] == pytest.approx(0.0, abs=1e-7)
     assert itself["top1"] == 1.0
 

@@ -6,6 +6,7 @@ import pytest
 
 from deepseek_attn.lab.experiments.report.pareto import error_of, front, is_equal
 from deepseek_attn.lab.experiments.report.report import _average_rows, _curve, _length_row, spread
+from tests.support.typed import untyped
 
 
 @pytest.mark.parametrize("higher", [False, True])
@@ -13,7 +14,9 @@ def test_front_against_brute_force(higher):
     """Few distinct values, so that there are ties in cost, in quality and in both."""
     generator = random.Random(3)
     for _ in range(200):
-        points = {str(i): (generator.randrange(4), generator.randrange(4)) for i in range(generator.randrange(1, 8))}
+        points: dict[str, tuple[float, float]] = {
+            str(i): (generator.randrange(4), generator.randrange(4)) for i in range(generator.randrange(1, 8))
+        }
         expected = set()
         for name, (cost, quality) in points.items():
             better = [
@@ -30,7 +33,7 @@ def test_front_against_brute_force(higher):
 
 def test_spread_is_of_a_sample():
     assert spread([1.0, 3.0]) == {"mean": 2.0, "std": 2**0.5, "low": 1.0, "high": 3.0, "values": [1.0, 3.0]}
-    assert spread([5.0])["std"] == 0.0
+    assert untyped(spread([5.0]))["std"] == 0.0
 
 
 def test_curves_are_joined_where_all_have_a_point():
@@ -71,7 +74,7 @@ def test_lengths_have_the_range_over_the_seeds():
         {"loss": 1.0, "accuracy": 0.5, "trailing": 1.0, **rest},
         {"loss": 3.0, "accuracy": 0.25, "trailing": 2.0, **rest},
     )
-    assert _length_row(rows) == {
+    assert _length_row(untyped(rows)) == {
         "seq_len": 8, "chance": 0.25, "trailing": 1.5, "loss": 2.0, "loss_low": 1.0, "loss_high": 3.0,
         "accuracy": 0.375, "accuracy_low": 0.25, "accuracy_high": 0.5,
     }  # fmt: skip

@@ -1,10 +1,13 @@
 """Paired differences: intervals and p values against published tables, and the families that a report compares."""
 
+from typing import Any
+
 import pytest
 
 from deepseek_attn.lab.experiments.report.comparisons import make_comparisons, make_limits
 from deepseek_attn.lab.experiments.report.report import spread
 from deepseek_attn.lab.experiments.report.statistics import holm, paired, t_quantile, t_within
+from tests.support.typed import required
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def variant(number, name, values, **fields):
     return found
 
 
-def report(*variants):
+def report(*variants) -> Any:
     return {"variants": list(variants), "units": {"missing": [], "total": 1}, "cost_model": None}
 
 
@@ -72,7 +75,7 @@ def test_families_of_comparisons():
     loss = pairs["bound", "learned", "dense"]
     assert loss["mean"] == pytest.approx(-0.19333, abs=1e-5)
     assert loss["exceeds"]
-    assert loss["low"] < loss["mean"] < loss["high"] < 0
+    assert required(loss["low"]) < loss["mean"] < required(loss["high"]) < 0
     assert not pairs["equal bytes", "learned", "equal"]["exceeds"]
     assert not pairs["layers", "changed", "learned"]["exceeds"]
 
@@ -84,7 +87,7 @@ def test_p_values_are_corrected_within_a_family():
     alone, among = (
         next(row for row in make_comparisons(report(dense, *others)) if row["one"] == "a") for others in (one, many)
     )
-    assert among["p"] == pytest.approx(10 * alone["p"])
+    assert among["p"] == pytest.approx(10 * required(alone["p"]))
 
 
 def test_seeds_are_paired_by_their_number():

@@ -14,6 +14,7 @@ from deepseek_attn.lab.experiments.report.pareto import qualities
 from deepseek_attn.lab.experiments.report.report import build_report
 from deepseek_attn.lab.experiments.run.records import read_record
 from deepseek_attn.lab.experiments.run.work import UnitWork
+from tests.support.typed import required
 
 TASK = """
 task: choose
@@ -48,9 +49,9 @@ def test_a_local_task_is_a_quality(tmp_path, monkeypatch):
     work(units[0], lambda part: None)
     learned, control = units[1:]
     work(Group((learned,), False), lambda part: None)
-    found = read_record(tmp_path / "out", learned)["result"]["lm_eval"]
+    found = required(read_record(tmp_path / "out", learned))["result"]["lm_eval"]
     assert 0.0 <= found["choose acc"] <= 1.0
     report = build_report(experiment, tmp_path / "out", "cpu")
     assert qualities(report) == {"text loss": False, "text choose acc": True}
     work(Group((control,), False), lambda part: None)
-    assert "lm_eval" not in read_record(tmp_path / "out", control)["result"], "no engine serves a control"
+    assert "lm_eval" not in required(read_record(tmp_path / "out", control))["result"], "no engine serves a control"

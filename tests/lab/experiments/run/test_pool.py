@@ -16,6 +16,7 @@ from deepseek_attn.lab.experiments.run.records import read_record, record_path, 
 from deepseek_attn.lab.experiments.run.run import gpu_environments
 from tests.lab.experiments.run.pool_tasks import CannotStart, act
 from tests.support.tiers import tiered
+from tests.support.typed import required, untyped
 
 # An experiment in a process of its own: prints the process ids of its workers once both hang.
 HANGING = """
@@ -33,14 +34,14 @@ def running(unit, state):
         print(*(worker.process.pid for worker in pool.workers), flush=True)
 
 if __name__ == "__main__":
-    units = [Unit("train", f"hang/{i}", f"hang/{i}", {}, None) for i in range(3)]
+    units = [Unit("train", f"hang/{i}", f"hang/{i}", {}, untyped(None)) for i in range(3)]
     pool = WorkerPool(act, Path(sys.argv[1]), 2, running, print)
     pool.run(units)
 """
 
 
 def make(path, alone=False):
-    return Unit("train", path, path, {"path": path}, None, alone)
+    return Unit("train", path, path, {"path": path}, untyped(None), alone)
 
 
 def run(tmp_path, paths, jobs=1, task=act, limit_s=None, alone=()):
@@ -110,7 +111,7 @@ def test_no_process_outlives_a_run_that_is_ended(tmp_path, how):
         [sys.executable, str(file), str(tmp_path / "logs")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    workers = [int(pid) for pid in process.stdout.readline().split()]
+    workers = [int(pid) for pid in required(process.stdout).readline().split()]
     assert len(workers) == 2
     assert all(map(running, workers))
     if how == "Ctrl-C":
@@ -127,7 +128,7 @@ def test_no_process_outlives_a_run_that_is_ended(tmp_path, how):
 
 
 def test_time_left_follows_what_was_seen():
-    units = [make("a"), make("b"), make("c"), Unit("cost", "d", "d", {}, None, alone=True)]
+    units = [make("a"), make("b"), make("c"), Unit("cost", "d", "d", {}, untyped(None), alone=True)]
     progress = Progress(units, jobs=2)
     assert progress.remaining() == (0.0, False)
     progress.finished(units[0], 10.0)
@@ -157,11 +158,11 @@ def test_the_bar_shows_what_runs(monkeypatch):
 
 
 def test_a_record_counts_only_whole_and_for_its_own_inputs(tmp_path):
-    unit = Unit("checkpoint", "v/x", "v/x", {"path": "v/x"}, None)
+    unit = Unit("checkpoint", "v/x", "v/x", {"path": "v/x"}, untyped(None))
     assert read_record(tmp_path, unit) is None
     write_record(tmp_path, unit, {"loss": 1.5}, 2.0)
-    assert read_record(tmp_path, unit)["result"] == {"loss": 1.5}
-    assert read_record(tmp_path, Unit("checkpoint", "v/x", "v/x", {"path": "other"}, None)) is None
+    assert required(read_record(tmp_path, unit))["result"] == {"loss": 1.5}
+    assert read_record(tmp_path, Unit("checkpoint", "v/x", "v/x", {"path": "other"}, untyped(None))) is None
     path = record_path(tmp_path, unit)
     path.write_text(path.read_text()[:-5])
     assert read_record(tmp_path, unit) is None
