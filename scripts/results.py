@@ -285,7 +285,8 @@ def prefill_fp8(data: Data) -> Subject:
     names = [f"{queries} queries, {heads} heads" for heads in (64, 128) for queries in (512, 4096)]
     rows = [["keys", *names, "error, FP8 / bfloat16"]]
     for keys in (128, 512, 640, 2048):
-        found = [find(measured, heads=h, queries=q, keys=keys) for h in (64, 128) for q in (512, 4096)]
+        places = [(heads, queries) for heads in (64, 128) for queries in (512, 4096)]
+        found = [row for h, q in places if (row := find(measured, heads=h, queries=q, keys=keys))]
         cells = [
             f"{r['sglang_fp8_us']:.0f} / {r['flash_mla_us']:.0f} ({1 / r['flash_mla_over_fp8']:.2f})" for r in found
         ]
