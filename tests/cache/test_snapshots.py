@@ -202,6 +202,7 @@ def test_least_recently_used_goes_first():
     cache.clear()
 
 
+@pytest.mark.exhaustive
 def test_where_all_tokens_are_kept_any_block_can_be_reused():
     runner = runner_of("v32")
     cache, tokens = PrefixCache(runner.manager), prompt(runner.config, 200)

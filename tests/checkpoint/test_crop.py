@@ -253,6 +253,7 @@ def test_drafts_of_a_cropped_drafter_change_no_text(models, tmp_path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.exhaustive
 def test_a_part_of_the_vocabulary(models, tmp_path):
     model = models("v4")
     crop_checkpoint(model, tmp_path / "crop", layers=[0, 1], vocab_size=97, without=["mtp"])

@@ -303,6 +303,7 @@ def test_wrong_tools(checkpoint, tmp_path, capsys, tools, flags, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_options_of_a_line(checkpoint, tmp_path, capsys):
     """Of ``--prompts``: they are preferred to those of the flags."""
     turns = [{"role": "user", "content": "hi"}]

@@ -177,6 +177,7 @@ def add_tensors(folder, **tensors):
     save_file(load_file(folder / shard) | tensors, folder / shard)
 
 
+@pytest.mark.exhaustive
 def test_the_load_report(checkpoint, tmp_path, capsys):
     folder = shutil.copytree(checkpoint, tmp_path / "m", copy_function=shutil.copy)
     command = ["generate", "--model", str(folder), "--device", "cpu", "--prompt", "x", "--max-tokens", "1"]

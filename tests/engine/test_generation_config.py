@@ -15,6 +15,7 @@ from deepseek_attn.cli import main
 from deepseek_attn.config.generation import GENERATION_FILE
 from deepseek_attn.engine.engine import Engine
 from tests.support.small_models import two_layers
+from tests.support.tiers import tiered
 from tests.support.typed import required
 
 OPTIONS = {"device": "cpu", "max_model_len": 100, "max_num_seqs": 1, "progress": False}
@@ -86,7 +87,9 @@ def test_defaults_are_those_of_the_file_and_flags_override(folder, capsys):
     assert texts[2][1] == "finish_reason: length (--max-tokens 2)"
 
 
-@pytest.mark.parametrize("content", [None, {}, {"temperature": None, "eos_token_id": None, "do_sample": None}])
+@pytest.mark.parametrize(
+    "content", tiered([None, {}, {"temperature": None, "eos_token_id": None, "do_sample": None}], [{}])
+)
 def test_without_values_the_defaults_are_the_librarys(folder, content):
     with LLM(folder(content), **OPTIONS) as llm:
         request = llm.engine.add_request(PROMPT)

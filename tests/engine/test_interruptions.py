@@ -177,7 +177,7 @@ QUICK = [("v4", 2, True, 91, 30), ("v32", 0, False, 91, 30)]
 THIRDS = [(*model, 21, 3 + 7 * (at % 3)) for at, model in enumerate(MODELS)]
 
 
-@pytest.mark.parametrize(("family", "drafts", "persistent", "every", "start"), tiered([*QUICK, *THIRDS], QUICK))
+@pytest.mark.parametrize(("family", "drafts", "persistent", "every", "start"), tiered([*QUICK, *THIRDS], QUICK[:1]))
 def test_models(family, drafts, persistent, every, start):
     """Layers, Engram, sampling, commit, speculation, and steps over persistent tensors, some of them launched early."""
     make_config, drafted = FAMILIES[family]

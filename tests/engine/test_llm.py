@@ -282,6 +282,7 @@ def test_a_request_that_fails_on_the_way_fails_alone(llm, free_pages, monkeypatc
         list(stream)
 
 
+@pytest.mark.exhaustive
 def test_prefixes_are_kept_between_calls(llm, tmp_path):
     options: dict[str, Any] = OPTIONS | {"max_snapshots": 2, "max_num_batched_tokens": 200}
     warm = LLM(llm.directory, **options)

@@ -307,6 +307,7 @@ def test_iterations_record_and_replay(llm, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7.safetensors", "8.safetensors", "9.safetensors"]
 
 
+@pytest.mark.exhaustive
 def test_replayed_caches_are_not_shared(llm):
     """What other choices left in the caches is no prefix for anyone."""
     tokens = prompt(140, 5)

@@ -8,7 +8,6 @@ import pytest
 
 from deepseek_attn.lab.bench.engine import cut_config
 from tests.engine.soak import Soak, growth, make_runners, small_models
-from tests.support.tiers import tiered
 from tests.support.typed import untyped
 
 CASES = [("v4", 1, 50), ("v32", 0, 50), ("v4", 2, 700), ("v32", 1, 510)]
@@ -27,7 +26,8 @@ def make(folder, model: str, drafts: int, layers: int | None = None) -> Soak:
     return Soak(*make_runners(config, "cpu", "exact", 96, 4, 48), drafts, 96, 1, folder, variety=6)
 
 
-@pytest.mark.parametrize(("model", "drafts", "steps"), tiered(CASES, CASES[:1]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("model", "drafts", "steps"), CASES)
 def test_every_request_is_right_and_every_page_has_its_holders(tmp_path, model, drafts, steps):
     soak = make(tmp_path, model, drafts, 1 if steps < 100 else None)
     for _ in soak.run(steps, per_row=steps // 2):

@@ -213,6 +213,7 @@ def test_others_come_and_go(runner, runs, expected, monkeypatch):
     assert found[0] == expected[0][: len(found[0])]
 
 
+@pytest.mark.exhaustive
 def test_one_that_samples_among_greedy_ones(runner, runs, expected, monkeypatch):
     """The host chooses for all while it is there; then steps accept on the device again."""
     draft_from(monkeypatch, runner, [p + t for p, t in zip(PROMPTS, expected, strict=True)], RIGHT["some"])
@@ -275,6 +276,7 @@ def test_drafts_are_dropped_before_a_request_loses_its_caches(runner, runs, expe
     assert engine.stats.preempted == 0
 
 
+@pytest.mark.exhaustive
 def test_prompts_that_start_from_snapshots(runner, runs, monkeypatch):
     prompts = [prompt(n, n) for n in (1, 120, 40, 140)]
     params = [greedy(n) for n in (10, 17, 20, 14)]  # one goes past a block of 128 tokens, and one begins with a block

@@ -342,6 +342,7 @@ def test_a_response_format_without_the_package_is_only_asked_for(chats, monkeypa
     assert chats.chat(HI, params, response_format=SHORT).token_ids == chats.generate([ids], params)[0].token_ids
 
 
+@pytest.mark.exhaustive
 def test_a_response_format_of_a_line(folder, capsys, tmp_path):
     (tmp_path / "prompts").write_text(json.dumps({"messages": HI, "response_format": FORMAT, "seed": 5}))
     flags = ["--model", str(folder), "--device", "cpu", "--max-model-len", "4000", "--max-tokens", "250"]

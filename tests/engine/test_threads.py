@@ -188,6 +188,7 @@ def test_two_threads_at_one_generator(llm, nothing_left):
     assert [done.completion.text for done in sorted(found)] == [c.text for c in llm.generate(WORDS[:2], SHORT)]
 
 
+@pytest.mark.exhaustive
 def test_a_stream_is_closed_by_another_thread(llm, nothing_left, monkeypatch):
     """While one thread waits for the next piece: that was the last."""
     stream = llm.stream(WORDS[0], greedy(200))

@@ -203,6 +203,7 @@ def test_plan_of_a_gpu(capsys):
     assert (host["fits"], host["problem"]) == (False, "too little memory of the host")
 
 
+@pytest.mark.exhaustive
 def test_the_chosen_memory_is_part_of_a_gpu(capsys):
     pytest.importorskip("triton")
     flags = [

@@ -77,6 +77,7 @@ def test_mixed_prefill_gathers_nothing_and_computes_the_same(monkeypatch, config
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_workspace_of_one_request_computes_the_same():
     config = two_layers()
     rows = -(-200 // min(s.ratio for s in config.layers if s.ratio)) + config.sliding_window + 100

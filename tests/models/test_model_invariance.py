@@ -210,7 +210,7 @@ def test_caches_do_not_depend_on_chunks(ratio, numerics, monkeypatch):
     ("ratio", "numerics"),
     tiered(
         [*LAYERS, *((ratio, "exact") for ratio in OTHERS)],
-        [(4, "official"), (0, "exact")],
+        [(0, "exact")],
     ),
 )
 def test_later_tokens_change_no_earlier_bit(ratio, numerics):
@@ -268,7 +268,8 @@ def test_poisoned_memory_changes_nothing(numerics):
         pool.tensor.zero_()
 
 
-@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["serving"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("numerics", NUMERICS)
 def test_poisoned_batch_and_mtp(numerics):
     """Prefills, chunks, and decodes of several lengths in one step, where short rows have columns to spare."""
     runner = shared_runner((0, 4), numerics, mtp=1)

@@ -73,6 +73,7 @@ def test_tiny_choices_equal_transformers(tiny, which):
         assert entries.sum(1).max() == tiny.config.index_topk < entries.shape[1]
 
 
+@pytest.mark.exhaustive
 def test_brute_force_equals_transformers(tiny):
     tokens = tiny.prompts[0][:300]
     dense = DenseOracle(tiny.config, tiny.source)(tokens)

@@ -347,6 +347,7 @@ def test_the_small_model_decodes_on_one_thread_and_a_large_one_on_all():
         assert small.seconds(1) > cpu_threads.WORTHWHILE
 
 
+@pytest.mark.exhaustive
 def test_a_runner_made_in_inference_mode_serves_outside_of_it():
     x = torch.randn(41, 2, 128, generator=torch.Generator().manual_seed(0))
     with runner_of("V4") as runner:

@@ -47,7 +47,7 @@ from deepseek_attn.runner.kernel_list import KernelLists
 from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.support.small_models import two_layers
-from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.tiers import EXHAUSTIVE
 from tests.support.typed import required
 from tests.support.v41_cases import tiny_for_kernels
 
@@ -112,7 +112,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("preset", "num_drafts", "facts"), tiered(CASES, [CASES[0]]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("preset", "num_drafts", "facts"), CASES)
 def test_no_step_launches_what_was_not_found(preset, num_drafts, facts):
     """Whatever batch sizes and lengths come within the limits; nor does one wait for the device."""
     request = request_of(preset, num_drafts, **facts)

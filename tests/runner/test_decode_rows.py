@@ -114,6 +114,7 @@ class Rows:
         return sum(gathers for _, _, gathers in self.steps)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("preset", "drafts"),
     tiered([("tiny", 3), ("tiny_v32", 3), ("tiny_v32", 1), ("tiny", 7)], [("tiny", 3)]),

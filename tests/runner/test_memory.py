@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.support.tiers import tiered
+
 pytest.importorskip("triton")
 
 import triton
@@ -32,7 +34,7 @@ from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.allocations import AllocationTrace
 from tests.layers.parallel.cases import v4_config
 from tests.support.small_models import two_layers
-from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.tiers import EXHAUSTIVE
 from tests.support.typed import required, untyped
 from tests.support.v41_cases import FOUR_LAYERS, tiny_for_kernels, with_repeated_layers
 
@@ -62,6 +64,7 @@ def memory_of(config: AnyConfig, limits: tuple[int, int, int], numerics: str = "
     )
 
 
+@pytest.mark.exhaustive
 def test_graphs_nearly_as_an_h200_captured_them():
     """`DecodeGraphs.nbytes` after a warm-up, on 2026-11-22, with layers that held their projections for 2 MB more."""
     config = ModelConfig.from_preset("v4_flash").replace(

@@ -30,7 +30,7 @@ def make_runner(family: str = "V4", layers: tuple[int, ...] = (1,), **options) -
     return runner
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=tiered(CONFIGS, ["V4"]))
 def session(request) -> LayerSession:
     return LayerSession(make_runner(request.param))
 

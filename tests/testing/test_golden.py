@@ -151,6 +151,7 @@ def test_hyper_connections_equal_transformers():
     golden.compare(fixture, ops | {"streams": after})
 
 
+@pytest.mark.exhaustive
 @torch.no_grad()
 def test_the_model_of_v4_equals_transformers():
     """Each sublayer's input and output, streams and logits; drafts by brute force, as transformers has no MTP layer."""

@@ -58,14 +58,14 @@ def cosines(model: str, left_out: tuple[str, ...] = ()) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("model", tiered(MODELS, ["pairs", "three layers of tokens"]))
+@pytest.mark.parametrize("model", tiered(MODELS, ["three layers of tokens"]))
 def test_logits_are_the_programs(model):
     found = cosines(model)
     assert float(found.median()) > 0.9995
     assert float(found.mean()) > 0.997 if "three" in model else float(found.mean()) > 0.999
 
 
-@pytest.mark.parametrize("rounding", tiered(ROUNDINGS, ["latents", "scores"]))
+@pytest.mark.parametrize("rounding", tiered(ROUNDINGS, ["scores"]))
 def test_each_rounding_is_the_programs(rounding):
     """A program without one of its roundings is further away."""
     model = "three layers of tokens"

@@ -616,6 +616,7 @@ def test_approximate_prefill_computes_one_window_of_rows():
     assert_close(short, make_runner(config).score([prompt(config, 30)])[0], TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_saved_sequences_of_approximate_prefill_are_others(tmp_path):
     config = tiny()
     sequence, _ = start(make_runner(config, approximate_prefill=True), prompt(config, 60), 60)

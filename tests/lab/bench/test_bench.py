@@ -191,6 +191,7 @@ def test_wrong_command(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_model_step(capsys, tmp_path):
     args = [
         "bench",

@@ -276,6 +276,7 @@ def test_a_source_without_the_mtp_layer_is_refused():
         build_model(config(), FreshSource(config(mtp=0), 0), CPU, 32)
 
 
+@pytest.mark.exhaustive
 def test_the_command(tmp_path, capsys):
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     file = tmp_path / "config.json"

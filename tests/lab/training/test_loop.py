@@ -52,6 +52,7 @@ def test_it_learns(result):
     assert result.metrics["accuracy"] > 0.3
 
 
+@pytest.mark.exhaustive
 def test_the_same_seed_gives_the_same_weights(task):
     def weights(seed):
         trained = train(config(), task, steps=2, batch=1, seq_len=16, seed=seed, device="cpu", test_batches=1)

@@ -65,6 +65,7 @@ def test_a_variant_that_changes_nothing_is_equal_and_others_are_not(results):
         assert variants[name]["kl"] > 0, name
 
 
+@pytest.mark.exhaustive
 def test_a_change_of_a_late_layer_starts_from_kept_states(results, tmp_path, monkeypatch):
     own: Any = measure_own(settings(at_once=2), CPU, tmp_path)
     computed = []

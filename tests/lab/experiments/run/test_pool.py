@@ -71,6 +71,7 @@ def running(pid):
         return False
 
 
+@pytest.mark.exhaustive
 def test_units_share_processes_and_some_run_alone(tmp_path):
     paths = [f"ok/{i}" for i in range(7)]
     assert run(tmp_path, paths, jobs=2, alone=paths[:3]) == dict.fromkeys(paths)

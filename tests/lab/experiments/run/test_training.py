@@ -61,6 +61,7 @@ def test_groups_are_trainings_of_one_task(units):
     assert [len(group.units) for group in untyped(grouped(units, "cpu"))] == [1] * len(units)
 
 
+@pytest.mark.exhaustive
 def test_models_of_a_group_are_those_that_are_trained_alone(tmp_path, units, whole):
     UnitWork(tmp_path, "cpu", 1)(Group(tuple(units[:6]), False), lambda part: None)
     for unit in units[:6]:
