@@ -42,6 +42,7 @@ def test_it_is_small_and_in_the_published_format(directory):
     assert entries["embed.weight"].dtype == "BF16"
 
 
+@pytest.mark.exhaustive
 def test_it_has_learned_english(directory):
     """Per token, on a page of the held-out end of its text: far below the ln 2048 = 7.6 of random weights."""
     tokenizer = Tokenizer(directory)

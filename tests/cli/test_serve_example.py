@@ -191,6 +191,7 @@ def test_structured_output(client):
     assert "".join(chunk.choices[0].text for chunk in chunks) in ("yes", "no")
 
 
+@pytest.mark.exhaustive
 def test_requests_at_the_same_time(client, llm):
     def ask(i: int) -> str:
         found = client.completions.create(model="tiny", prompt=f"word {i}", max_tokens=6, temperature=0, stream=i % 2)

@@ -215,6 +215,7 @@ def test_no_page_left(runner, runs, monkeypatch):
     assert len(runs) == 2 * 9
 
 
+@pytest.mark.exhaustive
 def test_snapshots_of_what_was_generated(runner, runs, monkeypatch):
     """No step is launched early before the prefix cache shares pages: it would have to copy them."""
     prompts = [prompt(n, n) for n in (1, 120, 40, 127)]

@@ -123,6 +123,7 @@ def test_cancelling_the_first_ends_all(llm):
     assert all(each.finished for each in request.group)
 
 
+@pytest.mark.exhaustive
 def test_a_first_that_fails_leaves_the_prompt_to_the_others(llm, expected):
     """Before it has computed it, and after it has shared it."""
     for steps in (1, 2, 3):

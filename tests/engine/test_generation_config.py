@@ -101,6 +101,7 @@ def test_without_values_the_defaults_are_the_librarys(folder, content):
     assert ModelRunner.from_config(two_layers(), **OPTIONS).generation.sampling == {}
 
 
+@pytest.mark.exhaustive
 def test_do_sample_false_is_greedy(folder):
     with LLM(folder({"do_sample": False, "temperature": 0.7, "top_p": 0.5}), **OPTIONS) as llm:
         greedy = tokens(llm, temperature=0, top_p=1.0, max_tokens=9)

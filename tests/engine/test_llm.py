@@ -195,6 +195,7 @@ def test_closing_a_stream_frees_its_pages(llm, free_pages):
     stream.close()
 
 
+@pytest.mark.exhaustive
 def test_two_streams_at_once(llm, free_pages):
     """A step computes both; each still yields all of its own text."""
     params = GREEDY

@@ -163,6 +163,7 @@ def test_each_completion_of_a_prompt_has_its_rows(runner):
     assert request.completion().outputs[1].records is request.others[0].records
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_step_leaves_no_gap(runner, monkeypatch):
     """The rows of a step that was broke off before they were stored: its tokens are computed again."""
     put, calls = RecordStore.put, itertools.count()

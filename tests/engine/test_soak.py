@@ -45,6 +45,7 @@ def test_every_request_is_right_and_every_page_has_its_holders(tmp_path, model, 
         assert soak.engine.scheduler.max_num_batched_tokens >= 12  # 48, halved now and then
 
 
+@pytest.mark.exhaustive
 def test_what_is_wrong_is_noticed(tmp_path):
     """A page that nobody holds, then caches that change between two steps."""
     soak = make(tmp_path, "v32", 0, 1)

@@ -135,10 +135,8 @@ CASES += [("tiny_dspark", *case) for case in (V4_CASES[0], V4_CASES[3], V4_CASES
 CASES += [("tiny_v41", *case) for case in (V4_CASES[1], V4_CASES[2], V4_CASES[5])]
 
 
-QUICK = [("tiny", "everything", 3)]
-
-
-@pytest.mark.parametrize(("preset", "variant", "drafts"), tiered(CASES, QUICK))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("preset", "variant", "drafts"), CASES)
 def test_every_request_is_what_it_is_without(preset, variant, drafts, monkeypatch):
     """Greedy and sampled requests, with drafts of which three in five are right; the MTP rows behind them."""
     config, jobs, expected = workload(preset)

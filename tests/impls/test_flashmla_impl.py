@@ -257,6 +257,7 @@ def test_requests_that_share_no_workspace_write_to_one_tensor(fake):
     assert max(beside.differences) < TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_window_layers_merge_their_indices_once_a_step(fake, monkeypatch):
     machine = runner([0, 0, 4, 4, 128, 128], "flashmla", config={"num_hash_layers": 1})
     merged = []

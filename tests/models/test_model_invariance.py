@@ -61,7 +61,7 @@ CHUNKS = [(ratio, size) for ratio in COMPRESSED for size in (1, 3, 7, 63, 64, 65
 CHUNKS += [(ratio, size) for ratio in OTHERS for size in (7, 64, 129, None)] + [(0, 1), (16, 1)]
 
 
-QUICK = [(4, 3), (128, 63)]
+QUICK = [(4, 3)]
 
 
 @pytest.mark.parametrize(("ratio", "chunk_size"), tiered(CHUNKS, QUICK), ids=str)

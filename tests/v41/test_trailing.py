@@ -542,7 +542,8 @@ def test_drafts(snapshots):
     assert stats[0][1] > 0
 
 
-@pytest.mark.parametrize("seed", tiered(range(10), [8]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(10))
 def test_requests_in_any_order(seed):
     """Prompts that share beginnings, arrive and are preempted at random, with snapshots, drafts and small steps."""
     draw, config, source = random.Random(seed), shallow(), DraftedSource(shallow(), 1)

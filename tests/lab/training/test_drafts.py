@@ -173,6 +173,7 @@ def result(task):
     return train(config(), task, **SIZES, mtp=MtpTraining(steps=24, depth=3), device="cpu")
 
 
+@pytest.mark.exhaustive
 def test_it_learns_to_be_accepted(result, task):
     """Chance is one in 300."""
     assert result.mtp.done == 24

@@ -42,6 +42,7 @@ def results(tmp_path_factory) -> dict:
     return found
 
 
+@pytest.mark.exhaustive
 def test_groups_of_layers_change_nothing(results):
     assert json.dumps(results[2]) == json.dumps(results[0])
 
