@@ -121,6 +121,8 @@ def test_cancelling_the_first_ends_all(llm):
     request = Request.create(llm.runner, llm.tokenizer, PROMPTS[0], PARAMS)
     engine.cancel(request)
     assert all(each.finished for each in request.group)
+    finish(engine)
+    assert leaked(engine) == {}
 
 
 @pytest.mark.exhaustive
