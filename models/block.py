@@ -54,7 +54,7 @@ class BuildContext(Generic[ConfigT]):
 
     @property
     def layer_impl(self) -> type[SparseMLAAttentionImpl]:
-        """The attention impl. ValueError for a model whose layers have none."""
+        """The attention impl. ValueError for a model whose layers have no impl."""
         if self.impl is None:
             raise ValueError("layers with a window and entries need an attention impl: give one as impl")
         return self.impl
@@ -188,7 +188,7 @@ class Backbone(CheckpointModule, ABC):
 
     @abstractmethod
     def layer_states(self, output: Any) -> torch.Tensor:
-        """Residual states ``[T, ...]`` after a layer, from what its ``forward`` returned."""
+        """Residual states ``[T, ...]`` after a layer, from the result of its ``forward``."""
 
     @abstractmethod
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ class DeepseekV41Block(Block):
     def forward_trailing(
         self, output: DelayedOutput, token_ids: torch.Tensor, step: StepMetadata, trailing: TrailingStep
     ) -> DelayedOutput | None:
-        """`forward` of trailing rows; keys and entries are made of all rows. None if there are no such rows."""
+        """`forward` of trailing rows; keys and entries are made of all rows. None without such rows."""
         hc = self.attn_input(output)
         y = self.attn.forward_trailing(hc.x, step, trailing)
         if y is None:

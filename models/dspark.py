@@ -25,7 +25,7 @@ ConfigT = TypeVar("ConfigT", bound=DeepseekV4Base)
 
 
 class MarkovHead(CheckpointModule):
-    """Logits that a token adds to those of its successor: ``head embed[token]``.
+    """Logits that a token adds to its successor's: ``head embed[token]``.
 
     Args:
         embed, head: names of the weights, both ``[vocab_size, dspark_markov_rank]``.

@@ -93,7 +93,7 @@ def cached_experts(formats: Sequence[ExpertFormat], budget: int) -> int:
     """The largest number of experts that each layer may keep within ``budget`` bytes on the device.
 
     Raises:
-        ValueError: the budget does not suffice for one of each layer.
+        ValueError: the budget is below one expert of each layer.
     """
 
     def held(cached: int) -> int:
@@ -134,7 +134,7 @@ def divide_rows(experts: Sequence[Stacks], device: torch.device, budget: int | N
 
 
 def _empty_rows(stacks: Stacks, rows: int, device: torch.device) -> Stacks:
-    """Stacks of ``rows`` experts like those of ``stacks``."""
+    """Empty stacks of ``rows`` experts, formats as in ``stacks``."""
 
     def empty(part: Tensor) -> Tensor:
         return torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device=device)

@@ -1,7 +1,7 @@
 """Routed experts in the checkpoint's files: the rows on a GPU that hold some of them, filled as the routing is known.
 
-One area of rows holds what a call needs beyond the experts that its layer keeps, until the next call. The host waits
-for the routing of each layer, threads read what the device lacks, and copies go through pinned memory.
+A common area of rows holds experts that do not fit in their layer's own rows, until the next call. The host waits
+for the routing of each layer, threads read the missing experts, and copies go through pinned memory.
 """
 
 from __future__ import annotations

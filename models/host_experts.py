@@ -1,4 +1,4 @@
-"""Routed experts in pinned host memory: what the rows on the GPU hold, and the order of the copies.
+"""Routed experts in pinned host memory: cached rows on the GPU, and the order of the copies.
 
 * Few tokens: `fetch_experts` copies the experts that the tokens chose and the GPU lacks. The device finds them, so that
   CUDA graphs hold all of it. The copies run on a stream of their own: the first product waits for w1 and w3 alone.

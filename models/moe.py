@@ -253,7 +253,7 @@ def needed_experts(experts: torch.Tensor) -> dict[int, int]:
 
 
 class _CachedRows:
-    """One tensor of each expert of a cache, indexed by expert as that of a stack."""
+    """One tensor of each expert of a cache, indexed by expert like a stack's tensor."""
 
     def __init__(self, cache: ExpertFileCache, part: int):
         self.cache, self.part = cache, part

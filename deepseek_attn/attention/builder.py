@@ -97,7 +97,7 @@ class MetadataBuilder:
         return step
 
     def _rows(self, batch: StepInput, layers: LayerSpecs) -> StepMetadata:
-        """The step's rows, lengths and block tables; `add_pages` adds the rest."""
+        """The step's rows, lengths and block tables; `add_pages` adds the page-dependent fields."""
         query_lens, seq_lens = batch.query_lens, batch.seq_lens
         decodes = len(query_lens) if self.mixed else batch.num_decodes
         if decodes is None:

@@ -55,7 +55,7 @@ class DecodeBatch:
 def build_decode_metadata(layers: LayerSpecs, layout: CacheLayout, batch: DecodeBatch) -> StepMetadata:
     """Metadata of a decode step for a set of layers.
 
-    Field by field equal to what `MetadataBuilder` builds for the same batch, up to two things by design: index rows of
+    Every field equals that of `MetadataBuilder` for the same batch, with two intended differences: index rows of
     layers that read every entry are as wide as ``max_len`` needs, and while a CUDA graph is captured the CPU copies
     ``query_start_loc_cpu`` and ``seq_lens_cpu`` are empty, because a capture cannot read from the device. Only plain
     torch versions of the ops read them in a decode step.

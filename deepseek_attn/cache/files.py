@@ -73,7 +73,7 @@ def make_fingerprint(
     """Digests by their subject: ``model`` (config and samples of weights), ``numerics``, ``layout``.
 
     Args:
-        weights: those of the model by name.
+        weights: the model's tensors by name.
         deterministic: bytes follow from the tokens alone; approximate: bytes of prompts are not exact. Either counts
             as another ``numerics``.
     """

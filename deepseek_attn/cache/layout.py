@@ -199,7 +199,7 @@ def window_pages_per_sequence(window: int, max_rollback: int) -> int:
 
 
 def snapshot_window_pages(window: int) -> int:
-    """Window pages of a snapshot: those with the last ``window - 1`` tokens before a page's edge."""
+    """Window pages of a snapshot: they hold the last ``window - 1`` tokens before the end of a page."""
     return -(-(window - 1) // WINDOW_PAGE)
 
 

@@ -60,8 +60,8 @@ class SequenceCache:
         num_tokens: tokens whose entries are in the caches.
         low_water: smallest length that `truncate` can go back to in place. Above ``num_tokens`` within a step that may
             overwrite more than it could take back.
-        exact_from: first token whose results follow from what the caches hold: V4.1's upper layers have only the keys
-            that tokens from here on need (`config.trailing`). 0 where all layers have all keys.
+        exact_from: first token whose results the caches determine: V4.1's upper layers hold only the keys that tokens
+            from this one on need (`config.trailing`). 0 where all layers have all keys.
         tables: physical page of each logical page, by group; 0 where a window page was freed.
         manager: the manager whose pages these are.
         uncommitted: of a sequence that is driven by `ModelRunner.step_metadata`: tokens that layers have computed and
@@ -101,7 +101,7 @@ class _Change:
 
 
 class CacheManager:
-    """Hands pages of all groups to sequences. Pages shared by forks are copied when one of them writes.
+    """Hands pages of all groups to sequences. A page shared by forks is copied when a fork writes to it.
 
     The tables of all living `SequenceCache` objects are the source of truth: they list the pages of each. Free lists
     and

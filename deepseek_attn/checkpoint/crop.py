@@ -93,7 +93,7 @@ def crop_checkpoint(
         out: the new folder; absent or empty.
         layers: numbers of the backbone layers to keep; None: all. MTP layers are kept beside them; a DSpark drafter
             only if all layers that it reads are.
-        experts: number of routed experts to keep in each layer: the first ones; for V3 the first ones of each group.
+        experts: number of routed experts to keep in each layer: the first; for V3 the first of each group.
         vocab_size: number of tokens to keep, the first ones. The crop then has no tokenizer.
         without: parts to leave out: ``mtp``, ``engram``, ``vision``.
         overwrite: replace a folder that an earlier crop wrote.

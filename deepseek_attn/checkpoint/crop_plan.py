@@ -26,8 +26,8 @@ class CropPlan:
     Attributes:
         config: the model's config.
         layers: kept backbone layers, ascending: layer ``layers[i]`` becomes layer i.
-        experts: kept routed experts of each layer, ascending: expert ``experts[i]`` becomes expert i. They are the
-            first ones, or the first ones of each group (V3).
+        experts: kept routed experts of each layer, ascending: expert ``experts[i]`` becomes expert i. The first
+            experts, or the first of each group (V3).
         draft_experts: kept experts of the MTP layers or DSpark stages.
         experts_per_token, draft_experts_per_token: the config's, or fewer where fewer are kept.
         vocab_size: tokens 0 to ``vocab_size - 1`` are kept.

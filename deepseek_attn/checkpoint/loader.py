@@ -141,7 +141,7 @@ def _check_memory(
     memory: int | None,
     host_memory: int | None,
 ) -> None:
-    """ValueError if the weights do not fit in the memory of the device, or those of host memory not there."""
+    """ValueError if the weights do not fit in the device's memory, or the host part does not fit in host memory."""
     in_host = in_device = 0
     for pair in loaded:
         size = _held_bytes(slots[pair[0]], pair, entries)

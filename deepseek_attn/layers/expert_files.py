@@ -17,10 +17,10 @@ StoredPair = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class ExpertReaders:
-    """Threads that read experts, for all layers of a model, and counts of what they read.
+    """Threads that read experts, for all layers of a model, and counters of their reads.
 
     Args:
-        weights: all that will be read; one that several threads cannot read at once leaves a single thread.
+        weights: every weight that may be read. If one of them does not allow concurrent reads, a single thread is used.
     """
 
     def __init__(self, weights: Iterable[UnreadWeight]):
@@ -48,9 +48,9 @@ class ExpertFileCache:
     """At most ``slots`` experts of one projection in host memory, as the checkpoint stores them.
 
     A step calls `begin` with the experts that it needs, `get` in their order, and `end`. Reads are begun ahead of their
-    use, as far as there are slots. Of the experts that the step does not need, or has used, those with the least
-    decayed count of uses are evicted first, of equal ones the lowest number. Where the step needs all that are held,
-    up to half of the slots are freed for reads, those of the highest numbers first. Which experts are held follows from
+    use, as far as there are slots. Experts that the step does not need, or has used, are evicted by the
+    smallest decayed count of uses, then by the lowest number. If the step needs every cached expert, up to half of the
+    slots are freed for reads, from the highest expert number down. Which experts are held follows from
     the routing alone, not from the time that reads take.
 
     Args:

@@ -57,7 +57,7 @@ class ExpertStats:
     """Uses of experts by the steps of a model: an expert counts once per layer and step that needs it.
 
     Attributes:
-        hits: uses of experts that the device had; misses: of others.
+        hits: uses of experts that were on the device; misses: uses of experts that had to be read.
         bytes_read: bytes of weights and scales that misses read.
     """
 

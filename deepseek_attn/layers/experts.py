@@ -111,7 +111,7 @@ class ExpertLinear(CheckpointModule):
         return self.cache
 
     def exponents(self, weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row exponents of an FP4 expert and the scales to keep. ValueError if it has none (`all_have_exponents`)."""
+        """Row exponents of an FP4 expert, and the scales to keep. ValueError if it has no exponents."""
         found = row_exponents(weight, scale)
         if found is None:
             raise ValueError("an expert's scales changed after the model was loaded: load it again")
@@ -159,7 +159,7 @@ class ExpertLinear(CheckpointModule):
         self.weight[index].copy_(weight)
 
     def _empty_stack(self, expert: torch.Tensor) -> torch.Tensor:
-        """Memory for as many tensors like ``expert`` as there are experts."""
+        """An empty stack: a tensor like ``expert`` for each expert."""
         shape = (self.experts, *expert.shape)
         if self.in_host and self._device.type == "cuda":
             return pinned_empty(shape, expert.dtype)

@@ -155,7 +155,7 @@ class Parallel:
         return everyone
 
     def own_tokens(self, y: torch.Tensor) -> torch.Tensor:
-        """Values of this rank's tokens among zeros for those of other ranks, in the order of `gather_tokens`."""
+        """Values of this rank's tokens, and zeros for tokens of other ranks, in the order of `gather_tokens`."""
         if not self.dp_attention:
             return y
         everyone = y.new_zeros(self.world * self.step_rows, *y.shape[1:])

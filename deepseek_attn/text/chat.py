@@ -44,7 +44,7 @@ class ChatOptions(TypedDict, total=False):
             "parameters": {JSON schema}}}`` each, or the function alone.
         tool_choice: ``"auto"``; ``"none"``: as if no tools; ``"required"``: the answer begins with calls (chat mode).
         response_format: OpenAI's ``{"type": "json_object"}`` or ``{"type": "json_schema", "json_schema": {"schema":
-            ...}}``: the model is asked for it. `LLM.chat` also restricts the tokens to it, see
+            ...}}``: the prompt requests that format. `LLM.chat` also restricts the tokens to it, see
             `with_response_format`.
         documents: for Jinja templates that have a place for them.
         continue_final_message: the last message is the beginning of an answer, which is continued. So does
@@ -161,7 +161,7 @@ def parse_completion(text: str, thinking: bool) -> Reply:
     thinking: all of it is reasoning and the answer is empty. In chat mode all of it is the answer. A block of tool
     calls ends either, see `ReplyParser`.
 
-    In a text, ``</think>`` and ``｜DSML｜`` cannot be told from tokens of the same spelling: all count as tokens
+    In a text, ``</think>`` and ``｜DSML｜`` look like the tokens of the same spelling: all count as tokens
     here. `Completion.reasoning`, ``answer`` and ``tool_calls`` are divided at tokens alone.
     """
     text = text.partition(EOS)[0]

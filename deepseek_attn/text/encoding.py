@@ -5,7 +5,7 @@ and V4.1 chats. Where the two differ the recipe is followed:
 
 * V4 has all system messages in front, joined by blank lines, and leaves empty user messages out; a call without
   arguments has no empty line. V4.1 leaves empty system messages out. The shipped encoders do none of this.
-* Where an answer is to come, the reasoning of all earlier ones is dropped. The shipped encoders keep the reasoning of
+* Before a new answer, the reasoning of all earlier answers is dropped. The shipped encoders keep the reasoning of
   answers after the last user message.
 * ``<｜Assistant｜>`` stands before an answer, after any reminder. The shipped encoders write it after the user message
   and put the reminder behind it; before an assistant message that begins a conversation they write no token.

@@ -1,6 +1,6 @@
 """Chat templates: Jinja in a sandbox, with the names that published templates use.
 
-A template is data that came with a checkpoint. It sees plain JSON values and Jinja's own sandbox, can change nothing,
+A template comes with a checkpoint and is not trusted. It sees plain JSON values in Jinja's sandbox, changes nothing,
 and renders what `transformers.apply_chat_template` renders. The sandbox does not bound time and memory: a template
 that is not this package's own is rendered by `template_process.render_untrusted`.
 """

@@ -1,7 +1,7 @@
 """Chat templates of checkpoints, rendered in a process with little memory and CPU time; and trials of tokenizers.
 
-Jinja's sandbox keeps a template from reading and changing what it should not. It does not keep one from nested loops,
-from ``'a' * 10**10`` or from regular expressions that take hours, and no count of operations covers all that its
+Jinja's sandbox restricts the objects that a template can read and change. It does not prevent nested loops,
+``'a' * 10**10`` or regular expressions that take hours, and no count of operations covers all that its
 filters and Python's methods can do. The operating system does, wherever the time or memory is spent. The process is
 started when first used, and renders one template after the other, so that only the first waits for it.
 

@@ -46,7 +46,7 @@ class Tokenizer:
         directory: the folder.
         backend: the tokenizer of the ``tokenizers`` library.
         bos_token, bos_token_id: begin of sentence, from ``tokenizer_config.json`` or DeepSeek's string.
-        eos_token_id: end of sentence, or None. A model's config is the authority on what ends a turn.
+        eos_token_id: end of sentence, or None. The model's config decides which tokens end a turn.
 
     Raises:
         ValueError: no such folder, no ``tokenizer.json``, an unreadable one, or no BOS token.
@@ -242,7 +242,7 @@ class Tokenizer:
             variables: further names for the template, such as ``tools``.
 
         Raises:
-            ValueError: there is no template, or it fails, refuses the messages or takes more than its process may.
+            ValueError: the template is missing, fails, refuses the messages or exceeds the limits of its process.
         """
         if not self._chat_template:
             raise ValueError(f"the tokenizer in {self.directory} has no chat template; use chat.encode_messages")

@@ -37,7 +37,7 @@ def check_bounds(data: Any, settings: dict[str, Any], origin: str) -> None:
         settings: that in ``tokenizer_config.json``, which may add tokens.
 
     Raises:
-        ValueError: the message names the component, and what is supported.
+        ValueError: the message names the component and the supported ones.
     """
     try:
         _check(data, settings)

@@ -39,10 +39,10 @@ class WholeSequences:
             entries (``oracle``), or of a hash (``random``).
         trains_index: layers with an indexer append to ``index_losses``, in order.
         noise: int64 ``[B, S]``, a number that depends on each token and those before it; only read if ``random``.
-        draft_keys: window keys of an MTP layer at each earlier draft step, to which the layer appends those of this
-            one; None outside of draft steps.
+        draft_keys: window keys of an MTP layer at each earlier draft step; the layer appends the keys of the current
+            step. None outside of draft steps.
         observer: called with each layer's `Reading`; None: no layer computes one.
-        shared: what layers of V4.1 read of others, by the number of the layer that made it.
+        shared: V4.1's shared entries and selections, by the number of the layer that made them.
         ngrams: int64 ``[B * S, n]``, each token, the one before it and so on, for V4.1's n-gram memory.
     """
 
@@ -73,7 +73,7 @@ class WholeSequences:
 
 @dataclass
 class SharedEntries:
-    """What a layer of V4.1 makes for later ones.
+    """Entries and selections that a layer of V4.1 makes for later layers.
 
     Attributes:
         entries: ``[B, E, D]``; keys: index keys ``[B, E, d]``, without gradient to the entries. None unless the layer
@@ -89,7 +89,7 @@ class SharedEntries:
 
 
 class Reading(NamedTuple):
-    """What the queries of a layer read, for an observer.
+    """Entries that the queries of a layer read, for an observer.
 
     Attributes:
         layer: number of the layer.
@@ -213,7 +213,7 @@ class TrainedAttention(MixedPrecision, DeepseekV4MLAAttention):
 
 
 class Entries(NamedTuple):
-    """Compressed entries ``[B, E, D]``; bool ``[B or 1, S, E]``: those that a query could read, and those it reads."""
+    """Compressed entries ``[B, E, D]``; bool ``[B or 1, S, E]`` twice: visible to a query, and selected by it."""
 
     entries: Tensor
     visible: Tensor
@@ -236,7 +236,7 @@ def mix_bits(x: Tensor) -> Tensor:
 
 
 def batched_index_scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """The op `index_scores` for each sequence, in as many launches as for one.
+    """The op `index_scores` for a batch of sequences; the number of launches does not depend on the batch.
 
     Args:
         q: ``[B, S, heads, d]``; keys: ``[B, E, d]``; weights: ``[B, S, heads]``.
@@ -271,7 +271,7 @@ def compressed(module: Compressor, values: Tensor, scores: Tensor, step: WholeSe
 
 
 def shifted(rows: Tensor, count: int = 1) -> Tensor:
-    """The row ``count`` before each, along dimension 1; zeros where there is none."""
+    """Shifts rows down by ``count`` along dimension 1 and fills with zeros."""
     return torch.cat([torch.zeros_like(rows[:, :count]), rows[:, : max(0, rows.shape[1] - count)]], 1)
 
 

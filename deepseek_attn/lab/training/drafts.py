@@ -39,8 +39,8 @@ class Drafts(NamedTuple):
 class DraftModel(nn.Module):
     """Drives the MTP layer of a model behind its backbone, which learns nothing from it.
 
-    The streams, the embedding and the output head are read without gradient: the backbone's loss is then what it is
-    without an MTP layer, and what the MTP layer imitates does not follow it.
+    The streams, the embedding and the output head are read without gradient: the backbone's loss is the same as
+    without an MTP layer, and the MTP layer does not change its own targets.
     """
 
     def __init__(self, dense: DenseModel):

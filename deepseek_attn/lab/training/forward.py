@@ -95,7 +95,7 @@ class Dense(NamedTuple):
         logits: float32 ``[B, S, vocab_size]``.
         index_loss: sum over the layers with an indexer, a scalar.
         loads: float32 ``[layers, experts]``: the share of tokens that each expert of a layer got.
-        streams: float32 ``[B * S, hc_mult, hidden_size]`` after the last block, what an MTP layer reads.
+        streams: float32 ``[B * S, hc_mult, hidden_size]`` after the last block, the input of an MTP layer.
     """
 
     logits: torch.Tensor

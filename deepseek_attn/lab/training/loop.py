@@ -42,7 +42,7 @@ class MtpTraining:
     """Settings of the MTP layer's training, behind the finished backbone.
 
     Attributes:
-        steps: optimizer steps; None: as many as the backbone's.
+        steps: optimizer steps; None: the backbone's number.
         lr, weight_decay: peak learning rate, and weight decay of the matrices; None: the backbone's.
         depth: drafts that are trained, one after the other; deeper ones work too, less well.
         greedy_share: weight of hitting the backbone's likeliest token, against matching its distribution.
@@ -55,7 +55,7 @@ class MtpTraining:
     greedy_share: float = 0.5
 
     def filled(self, steps: int, lr: float, weight_decay: float) -> FilledMtpTraining:
-        """With the backbone's values where there is None."""
+        """Replaces None by the backbone's values."""
         return FilledMtpTraining(
             steps if self.steps is None else self.steps,
             lr if self.lr is None else self.lr,
@@ -102,7 +102,7 @@ class TrainResult:
         return TrainedSource(self.model, self.config)
 
     def runner(self, **options) -> ModelRunner:
-        """A runner with these weights; ``options`` are those of `ModelRunner.from_source`."""
+        """A runner with these weights; ``options`` as of `ModelRunner.from_source`."""
         return ModelRunner.from_source(self.config, self.source(), progress=False, **options)
 
 
@@ -134,8 +134,7 @@ def train(
     In the second part entries come from the indexers' top-k, and weights are quantised as the checkpoint stores them
     (FP8, FP4, BF16), with straight-through gradients. The learning rate rises, then falls linearly to 0.
 
-    The MTP layer of a config that has one is trained after that, see `train_mtp`; the backbone is what it would be
-    without one.
+    If the config has an MTP layer, it is trained afterwards, see `train_mtp`; it does not change the backbone.
 
     Args:
         config: with one MTP layer or none; ``vocab_size`` at least the task's.
@@ -158,11 +157,11 @@ def train(
             trained only if it is ``learned``.
         curriculum: share of the training in which a synthetic task becomes as hard as it is (`Task.batch`).
         deterministic: one seed gives one result on a GPU too; see `deterministic_ops`.
-        stop: asked after each step; once it is true, the state is kept and the training ends with `Paused`.
+        stop: called after each step; on True the state is written and the training ends with `Paused`.
 
     Raises:
         ValueError: sizes that do not fit each other, or a config with several MTP layers.
-        Paused: ``stop`` said so.
+        Paused: ``stop`` returned True.
     """
     with deterministic_ops(deterministic, pick_device(device)):
         stepping = train_stepwise(
@@ -254,7 +253,7 @@ def train_mtp(
 ) -> Generator[None, None, Steps]:
     """Trains the MTP layer of a model whose backbone is finished and stays as it is, step by step.
 
-    Its drafts imitate the backbone, because a draft is accepted if it is what the backbone chooses: see `draft_losses`.
+    Its drafts imitate the backbone, because a draft is accepted if the backbone chooses the same token: see `draft_losses`.
     Weights are quantised as the checkpoint stores them, and entries selected, from the first step on.
 
     Args:
@@ -270,7 +269,7 @@ def train_mtp(
 
 
 class Paused(Exception):
-    """A training has been told to stop; its state, if it keeps one, is written."""
+    """The training was stopped on request; its state is written if it keeps one."""
 
 
 @contextmanager
@@ -278,8 +277,8 @@ def deterministic_ops(enabled: bool, device: torch.device) -> Iterator[None]:
     """With ``enabled``, every operation in this context has one result, on a GPU too.
 
     There `torch.use_deterministic_algorithms` replaces sums by atomic additions: gradients of gathers, of indexing and
-    of `index_select`. cuBLAS keeps a workspace per stream, which ``CUBLAS_WORKSPACE_CONFIG`` has to say before the
-    process makes its first product. An operation without a deterministic form raises a RuntimeError that names it.
+    of `index_select`. cuBLAS keeps a workspace per stream, which ``CUBLAS_WORKSPACE_CONFIG`` must configure before the
+    first matrix product of the process. An operation without a deterministic form raises a RuntimeError that names it.
     """
     if not enabled or device.type != "cuda":
         yield
@@ -324,7 +323,7 @@ def run_steps(
 
     Raises:
         ValueError: the loss is not finite.
-        Paused: ``stop`` said so.
+        Paused: ``stop`` returned True.
     """
     losses, done, start = [*kept.start.losses], kept.start.done, time.perf_counter()
 
@@ -352,7 +351,7 @@ def run_steps(
 
 
 def checked_family(config: AnyConfig) -> TrainableConfig:
-    """The config; ValueError for one of another family than V4 and V4.1."""
+    """The config; ValueError for a family other than V4 and V4.1."""
     if not isinstance(config, ModelConfig | DeepseekV41Config):
         raise ValueError(
             f"cannot train a {config.model_type}: only DeepSeek-V4 and V4.1 have a differentiable path here"
@@ -428,8 +427,8 @@ def evaluate(
     """``loss`` (nats per counted token) and ``accuracy`` of a model as it will be stored and run.
 
     With an MTP layer also ``mtp_loss``, the divergence of ``depth`` drafts from the backbone's distribution (nats, mean
-    of the drafts), and ``acceptance_1``, ``acceptance_2``, ...: how often that draft is what the backbone chooses, both
-    greedily, where the drafts before it were. The text goes on as it is written, whatever was chosen.
+    of the drafts), and ``acceptance_1``, ``acceptance_2``, ...: how often that draft equals the backbone's greedy
+    token, where all drafts before it did. The next input is always the token of the text.
     """
     device = dense.model.embed.weight.device
     weights = served_weights(dense.model, config)

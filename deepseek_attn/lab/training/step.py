@@ -26,7 +26,7 @@ class Objective(NamedTuple):
     """Losses of a batch.
 
     Attributes:
-        minimised: what gradients are taken of, a scalar.
+        minimised: scalar whose gradients are taken.
         reported: the loss in reports, a scalar.
         loads: float32 ``[layers, experts]``: the share of tokens that each expert got.
     """
@@ -40,7 +40,7 @@ class TrainingStep(ABC):
     """Loss, gradients, update and expert balance of one batch.
 
     Args:
-        dense: holds the model; mtp: what learns is its MTP layer, or else all the rest.
+        dense: holds the model; mtp: train only its MTP layer, otherwise everything else.
         batch, seq_len: the size of every batch.
         weight_decay: AdamW's, of the matrices.
     """

@@ -120,7 +120,7 @@ class SyntheticTask(Task):
 class AssociativeRecall(SyntheticTask):
     """``pairs`` key-value pairs at the beginning; then some of the keys again, each to be answered by its value.
 
-    The answer is not written into the sequence, so that an earlier question tells nothing about a later one. Questions
+    The answer is not written into the sequence, so that an earlier question gives no hint about a later one. Questions
     are at places whose distance from the facts follows a power law: most are near, some as far as the sequence reaches.
     A curriculum begins with few pairs and near questions.
 

@@ -29,7 +29,7 @@ class TextTask(Task):
         tokenizer: the tokenizer of ``token_ids``, kept for decoding.
 
     Raises:
-        ValueError: no ids, or one that is not below ``vocab_size``.
+        ValueError: no ids, or an id that is not below ``vocab_size``.
     """
 
     name = "text"

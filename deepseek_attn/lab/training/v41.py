@@ -1,6 +1,6 @@
 """DeepSeek-V4.1 with gradients: entries and selections that layers share, and the n-gram memory as a parameter.
 
-What differs from `forward` and `attention` follows `deepseek_attn.v41` and `layers.engram`, over whole sequences.
+Differences from `forward` and `attention` follow `deepseek_attn.v41` and `layers.engram`, over whole sequences.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deepseek_attn.v41.attention import DeepseekV41MLAAttention
 
 
 class TrainedV41Attention(TrainedAttention, DeepseekV41MLAAttention):
-    """V4.1's layer with gradients. Layers run in the model's order, as later ones read what earlier ones made."""
+    """V4.1's layer with gradients. Layers run in the model's order, because later layers read entries of earlier ones."""
 
     @property
     def trained_linears(self) -> list[Linear]:
@@ -114,7 +114,7 @@ class TrainedV41Attention(TrainedAttention, DeepseekV41MLAAttention):
 
 
 def kept_blocks(scores: Tensor, visible: Tensor, blocks: int, size: int) -> Tensor:
-    """Bool ``[B, S, E]``: entries of the newest block and of the others whose best visible scores are highest.
+    """Bool ``[B, S, E]``: entries of the newest block, and of the blocks with the highest best visible scores.
 
     Args:
         blocks: number of blocks that are kept; size: entries of each.
