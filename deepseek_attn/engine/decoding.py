@@ -69,7 +69,7 @@ class NextToken:
         """`StepOptions.allowed` of a step in which the runner chooses all tokens; None where it does not.
 
         It does where decode steps run over persistent tensors, and all requests take the likeliest token, or the
-        likeliest one of those that structured output allows. The host computes these while the device already computes
+        likeliest token that structured output allows. The host computes these while the device already computes
         a step that was launched before.
         """
         if runner.graphs is None or not all(self.is_chosen_by_runner(request) for request, _ in work):
@@ -132,7 +132,7 @@ class NextToken:
 
 
 def next_tokens(logits: torch.Tensor, owners: list[tuple[Request, int]]) -> list[int | str]:
-    """The token after each row, or the reason why there is none.
+    """The token after each row, or the reason why it has no token.
 
     Args:
         logits: float32 ``[B, vocab]``, which stays as it is.

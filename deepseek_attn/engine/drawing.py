@@ -1,6 +1,6 @@
 """Drawing tokens: logits -> next tokens, each request by its own parameters and its own random numbers.
 
-The host does not wait for the device: what it sends is copied in the order of the launches.
+The host does not wait for the device: copies to the device are ordered with the launches.
 """
 
 from __future__ import annotations

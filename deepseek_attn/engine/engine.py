@@ -161,7 +161,7 @@ class Engine:
         step, they are cancelled after it.
 
         Args:
-            requests: None instead of a request means "not there yet": the other requests run, and `next` is called
+            requests: None instead of a request means "not there yet": running ones continue, and `next` is called
                 again later.
             max_in_flight: upper bound of unfinished requests of this run; None: all are taken before the first step.
 

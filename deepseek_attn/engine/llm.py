@@ -70,7 +70,7 @@ class TextStream(Iterator[str]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """Cancels the request if it has not ended, and frees what it holds."""
+        """Cancels the request if it has not ended, and frees its pages."""
         try:
             self._pieces.close()
         except ValueError:  # another thread waits for the next piece: it gets no more
@@ -220,7 +220,7 @@ class LLM:
         Args:
             prompts: as `generate` takes them. They count from 0 on, or have an index and parameters of their own
                 (`IndexedPrompt`).
-                None instead of a prompt means "not there yet": the other prompts run, and `next` is called again later.
+                None instead of a prompt means "not there yet": running prompts continue; `next` is called again later.
             params: for prompts without parameters of their own. With a seed, the tokens of a prompt depend on its
                 index, not on other prompts.
             encode: makes the prompt of an item, for instance of a chat message; a ValueError is that prompt's error.

@@ -50,7 +50,7 @@ def sampled_logprobs(
     Args:
         owners: of each row, the request, and the number of drafts before the row; see `next_tokens`.
         logits: the model's own, float32 ``[R, vocab]``.
-        tokens: the token after each row, or the reason why there is none.
+        tokens: the token after each row, or the reason why it has no token.
     """
     rows = [row for row, (request, _) in enumerate(owners) if request.logprobs.top is not None]
     if not rows:

@@ -1,4 +1,4 @@
-"""Parameters of sampling: what a request asks for, checked when they are made."""
+"""Sampling parameters of a request, checked on construction."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens that the output has.
         frequency_penalty: subtracted from a token's logit once for each time that the output has it.
         logit_bias: added to the logits of these token ids.
-        allowed_token_ids: no other tokens come; None: all may.
+        allowed_token_ids: the only tokens that may be sampled; None: all tokens.
         bad_words: words (text, or a list of token ids) whose last token never comes after the others in the output. A
             list of a single token id bans that token.
         min_tokens: neither EOS nor a stop token comes, and no stop string counts, before this many new tokens.
@@ -63,7 +63,7 @@ class SamplingParams:
             called for outputs that do not come about.
         json_schema: the text is JSON of this schema (an object, its JSON text, or a class with ``model_json_schema``).
         regex: the whole text matches this regular expression.
-        choices: the text is one of these.
+        choices: the text equals one of these strings.
         grammar: the text is of this grammar, in llguidance's Lark or in GBNF (``::=``).
         logprobs: for each generated token its log-probability, its rank, and this many of the most likely tokens with
             theirs; of the model's own distribution, before temperature and filters. 0: the token alone; None: nothing.
@@ -211,7 +211,7 @@ class SamplingParams:
         ]
 
     def resolved(self, defaults: Mapping[str, Any] = DEFAULTS) -> ResolvedParams:
-        """A copy with a value for each field that is None: from ``defaults``, else the library's."""
+        """A copy with values for fields that are None: from ``defaults``, else the library's defaults."""
         unset = {name: defaults.get(name, value) for name, value in DEFAULTS.items() if getattr(self, name) is None}
         return cast("ResolvedParams", replace(self, **unset) if unset else self)  # none of its values is None now
 

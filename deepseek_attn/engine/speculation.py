@@ -8,7 +8,7 @@ accepted with the probability ``p(d)``).
 The MTP layer pairs a token's hidden states with the token after it. So the MTP row of a request's last token is
 computed once the next token is sampled, together with the drafts after it. Where all requests are greedy and decode
 steps run over persistent tensors, this is part of the step (`DecodeStep`), so that the next step can start before the
-host has read any token; elsewhere `accept` asks the runner for it. A DSpark drafter is always asked by `accept`: it
+host has read any token; elsewhere `accept` calls the runner. A DSpark drafter is always called by `accept`: it
 makes keys of the confirmed tokens' hidden states, then drafts a block after them.
 """
 
@@ -68,7 +68,7 @@ class _Verification:
         """Accepts the drafts that are equal to the tokens chosen there, and the token after them; False if none is.
 
         Args:
-            chosen: the token after each row, or the reason why there is none; later rows are then ignored.
+            chosen: the token after each row, or the reason why it has no token; later rows are then ignored.
         """
         tokens = list[int]()
         for token in chosen:
@@ -182,7 +182,7 @@ class MTPSpeculation(NextToken):
     def _sample(
         self, ready: list[_Verification], rows: list[torch.Tensor]
     ) -> tuple[list[list[int | str]], dict[Request, TokenLogprobs]]:
-        """(token after each row of each request, or the reason why there is none; requested log-probabilities)."""
+        """(token after each row of each request, or the reason why it has no token; requested log-probabilities)."""
         logits, owners = torch.cat(rows), [(v.request, i) for v in ready for i in range(v.rows)]
         tokens = next_tokens(logits, owners)
         chosen = iter(tokens)

@@ -22,7 +22,7 @@ class StopChecker:
     """Watches one request's tokens for EOS, stop tokens, stop strings and ``max_tokens``.
 
     Text that could still become a stop string is held back, so no part of a stop string that then completes is ever
-    emitted, unless ``include_stop_str_in_output`` asks for it. When stop strings overlap, the one that is complete
+    emitted, unless ``include_stop_str_in_output`` is set. When stop strings overlap, the one that is complete
     first wins, wherever token boundaries fall. One that is complete within ``min_tokens`` tokens is text.
 
     Args:
@@ -65,7 +65,7 @@ class StopChecker:
         """Account for one generated token.
 
         The reason is ``"stop"`` (EOS, stop token or stop string, whose text is not emitted) or ``"length"``
-        (``max_tokens`` reached, or ``last``; what was held back is emitted).
+        (``max_tokens`` reached, or ``last``; held-back text is emitted).
         """
         if self.reason is not None:
             raise RuntimeError(f"the request has ended (reason {self.reason!r}); use a new StopChecker per request")

@@ -85,7 +85,7 @@ class LoadedModel:
         expert_files: of routed experts that stay in the checkpoint; None for experts elsewhere.
         expert_rows: rows on the GPU for experts in host memory; None for experts elsewhere.
         reference_only: every op runs in plain torch (``backend="reference"``).
-        graph_problem: why decode steps cannot be captured here; empty where they can.
+        graph_problem: why decode steps cannot be captured; empty if they can.
         deterministic: a row's logits do not depend on the rest of the batch (`RunnerOptions`).
         parallel: the ranks that share the model; each has its runner.
         cpu_threads: chooses the threads of a step on a CPU.
@@ -358,7 +358,7 @@ def build_runner(
 def load_memory(device: torch.device, parallel: Parallel) -> tuple[int, int]:
     """Bytes of memory for weights on the device, and for weights in host memory, of one of the ranks of a host.
 
-    Rank 0 measures for all ranks, before any of them loads. The device "meta" has as much as any model needs.
+    Rank 0 measures for all ranks, before any of them loads. The device "meta" counts as large enough for any model.
     """
     if device.type == "meta":
         return total_memory(device), total_memory(device)

@@ -1,4 +1,4 @@
-"""Routed experts that stay in a checkpoint's files: how many of them a model keeps in memory, and what it reads."""
+"""Routed experts that stay in a checkpoint's files: the number kept in memory, and the reads of the others."""
 
 from __future__ import annotations
 

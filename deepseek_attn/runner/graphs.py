@@ -98,7 +98,7 @@ class DecodeRun:
 
     @torch.inference_mode()
     def restrict(self, allowed: list[bytes | None]) -> None:
-        """Replaces the token after each sequence's last row by the greedy one of those that are allowed.
+        """Replaces the token after each sequence's last row by the greedy allowed token.
 
         The next step may be launched with it before the host knows it. Only for steps without drafts.
         """

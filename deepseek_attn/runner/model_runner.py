@@ -188,8 +188,8 @@ class ModelRunner(StepRunner):
         """A sequence that `Sequence.save` wrote, with its caches: nothing is computed again.
 
         Raises:
-            ValueError: no saved sequence, a damaged one, one of another model, numerics, layout or rank, one longer
-                than ``max_model_len``, or one that contradicts itself; the message names the field.
+            ValueError: not a saved sequence, or a damaged or contradictory file, another model, numerics, layout or
+                rank, or more than ``max_model_len`` tokens; the message names the field.
             OutOfPages: too few free pages. Either way nothing was changed.
         """
         return Sequence.load(path, self.manager, self.limits, self.fingerprint)
@@ -421,7 +421,7 @@ class ModelRunner(StepRunner):
     ) -> list[TokenLogprobs]:
         """Log-probabilities of all tokens of each prompt but its first, which follows on nothing.
 
-        They are those of `score`'s logits, of which a block of rows exists at a time.
+        They follow from the logits of `score`, computed in blocks of rows.
 
         Args:
             prompts, chunk_size, replay: as in `score`.

@@ -64,7 +64,7 @@ class RecordStore:
         return TokenRecords.load(self.path)
 
     def close(self) -> None:
-        """Drops what was not written."""
+        """Drops records that were not written."""
         for file in self._spool.values():
             file.close()
         self._spool = {}

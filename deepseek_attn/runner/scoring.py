@@ -45,7 +45,7 @@ def score_prompts(
     """Result of `ModelRunner.score`; of `ModelRunner.score_mtp` with ``mtp``, without it the second list is empty.
 
     Args:
-        replays: of each prompt, what it is computed with; stores: of each prompt, the store of its records.
+        replays: of each prompt, its given experts and entries; stores: of each prompt, the store of its records.
     """
     sequences = [runner.sequence(prompt) for prompt in each_prompt(prompts)]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
@@ -98,7 +98,7 @@ def scoring_steps(
 
     Args:
         options: of a step over these sequences.
-        replays: of each sequence, what it is computed with; stores: of each sequence, the store of its records.
+        replays: of each sequence, its given experts and entries; stores: of each sequence, the store of its records.
     """
     if chunk_size is not None and (not is_integer(chunk_size) or chunk_size < 1):
         raise ValueError(f"chunk_size={chunk_size!r}: must be an integer of at least 1")

@@ -51,10 +51,10 @@ class StepOptions:
             log-probability of its greedy tokens; None: no log-probabilities. Empty: of no sequence.
         scored: by sequence of the batch, tokens that it has already whose log-probabilities are computed; None: none.
             Empty: of no sequence.
-        observer: called by each attention layer of the backbone once it has attended. Such a step runs eagerly.
+        observer: called by each attention layer of the backbone after its attention. Such a step runs eagerly.
         record: by sequence of the batch, what is recorded of its new tokens; None: nothing. Such a step runs eagerly.
             Empty: of no sequence.
-        replay: by sequence of the batch, experts and entries that it is computed with; None: those of the model. Such a
+        replay: by sequence of the batch, the experts and entries to use; None: the model's own choice. Such a
             step runs eagerly. Empty: of no sequence.
         ends: by sequence of the batch, the length at which its next results are wanted: that after the step, or a later
             one up to its number of tokens. Until then it has no results, so that V4.1's upper layers can leave out its
@@ -164,7 +164,7 @@ class EagerStep:
         return self._greedy(counts)[to_device(rows, self.states.device)]
 
     def restrict(self, allowed: list[bytes | None]) -> None:
-        """From now on, the token after each request's last row is the greedy one of those that are allowed."""
+        """From now on, the token after each request's last row is the greedy allowed token."""
         self._allowed = allowed
 
     def _greedy(self, counts: list[int]) -> torch.Tensor:

@@ -37,7 +37,7 @@ class PlanLine:
         op: ``family.op``; empty for a launch that no plan names.
         kernel: the device function, or the library that computes; config: tiles, warps and stages.
         derived: values that the plan computes beside its choices, such as splits.
-        condition, source: of the row that was taken; empty where no plan names the launch.
+        condition, source: of the chosen row; empty if no plan names the launch.
     """
 
     op: str

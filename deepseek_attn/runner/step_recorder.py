@@ -39,7 +39,7 @@ class StepRecorder:
 
     Args:
         rows: (sequence, new tokens), in the order of the step's tokens.
-        record, replay: of each of them, what is recorded, and what it is computed with.
+        record, replay: of each sequence, the records wanted, and the experts and entries to use.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StepRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which the model computes the step; `begin` says which of its tokens."""
+        """Context in which the model computes the step; `begin` sets the range of tokens."""
         routed = self.found.routers if self._replayed or self._template.experts is not None else ()
         hooks = [
             self.model.layers[str(layer)].ffn.gate.register_forward_hook(partial(self._on_route, layer))
@@ -100,7 +100,7 @@ class StepRecorder:
         return self._begun
 
     def begin(self, step: StepMetadata, first: int = 0) -> None:
-        """The tokens that are computed next: those of ``step``, from token ``first`` of the whole step on."""
+        """Sets the tokens computed next: the tokens of ``step``, starting at token ``first`` of the whole step."""
         count = len(step.positions)
         self._begun, self._first = step, first
         self._places = slice(bisect_left(self._kept, first), bisect_left(self._kept, first + count))
@@ -111,7 +111,7 @@ class StepRecorder:
                 part.on_selection = self._on_selection
 
     def records(self) -> list[TokenRecords | None]:
-        """Of each sequence, the records of its new tokens; None where none were asked for."""
+        """Of each sequence, the records of its new tokens; None if not requested."""
         found, first = list[TokenRecords | None](), 0
         for wanted, n, tokens in zip(self._wanted, self._lengths, self._tokens, strict=True):
             found.append(None if wanted is None else self._records_of(wanted, slice(first, first + n), tokens))
@@ -152,7 +152,7 @@ class StepRecorder:
     def _on_route(
         self, layer: int, gate: Gate, args: tuple[Tensor, Tensor], routed: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """Forward hook of a router: its experts and their weights, or those that take their place."""
+        """Forward hook of a router: its experts and their weights, or the replayed ones."""
         replaced, experts = None, routed[0] if gate.local_experts is None else gate.all_experts(*args)
         given = self._given(lambda played, start, end: played.experts_of(layer, start, end), gate.topk)
         if given is not None:

@@ -31,7 +31,7 @@ class TokenRecords:
     """Choices and hidden states of a model's layers for the first ``n`` tokens of a sequence.
 
     Each array has one row per token and one column per layer of the list named with it. Ids are padded with -1. Arrays
-    that were not recorded are None. Tensors are on the CPU; those of a file are read when they are used.
+    that were not recorded are None. Tensors are on the CPU; tensors of a file are read on first use.
 
     Attributes:
         token_ids: int32 ``[n]``.
@@ -46,7 +46,7 @@ class TokenRecords:
             ``[n, layers, hc_mult, hidden_size]``, all streams.
         route_layers: numbers of the layers of ``experts`` and ``expert_weights``.
         selection_layers: of ``selections``; V4.1's layers without an indexer read the one of their ``index_source``.
-        candidate_layers, hidden_layers: of the other two.
+        candidate_layers, hidden_layers: of ``candidates`` and ``hidden_states``.
     """
 
     token_ids: Tensor | None = None
@@ -94,7 +94,7 @@ class TokenRecords:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a file of `save` or of a request, or one that another program wrote with these names.
+        """Reads a file of `save`, of a request, or of another program that uses these names.
 
         Raises:
             ValueError: the file cannot be read, is not a safetensors file, or has other tensors or metadata.

@@ -253,7 +253,7 @@ def train_mtp(
 ) -> Generator[None, None, Steps]:
     """Trains the MTP layer of a model whose backbone is finished and stays as it is, step by step.
 
-    Its drafts imitate the backbone, because a draft is accepted if the backbone chooses the same token: see `draft_losses`.
+    Its drafts imitate the backbone: a draft is accepted if the backbone chooses the same token. See `draft_losses`.
     Weights are quantised as the checkpoint stores them, and entries selected, from the first step on.
 
     Args:

@@ -37,7 +37,7 @@ from deepseek_attn.v41.attention import DeepseekV41MLAAttention
 
 
 class TrainedV41Attention(TrainedAttention, DeepseekV41MLAAttention):
-    """V4.1's layer with gradients. Layers run in the model's order, because later layers read entries of earlier ones."""
+    """V4.1's layer with gradients. Layers run in the model's order, as later layers read entries of earlier ones."""
 
     @property
     def trained_linears(self) -> list[Linear]:
