@@ -271,7 +271,7 @@ class Bench:
     def steps(
         self, rows: ExpertRows, layers: int, ids: Tensor, run: Callable[[], object], kind: str
     ) -> dict[str, float]:
-        """Medians of steps under a routing: seconds, experts copied, share of the needed ones that were there."""
+        """Medians of steps under a routing: seconds, experts copied, share of needed experts already on the GPU."""
         E = len(rows.layers[0].state.row)
         moved = [layer.state.num_moves for layer in rows.layers[:layers]]
         drawn = self.routings(kind, layers, ids.shape[1], ids.shape[2], E)

@@ -8,7 +8,7 @@
 * Conversations with their strings, ``--goldens V4=DIR``: ``test_input_1.json`` and ``test_output_1.txt`` and so on, as
   checkpoints ship them in ``encoding/tests``.
 
-Where the programs differ from each other is told in `deepseek_attn.text.encoding`; such conversations are not drawn, or
+`deepseek_attn.text.encoding` lists the differences between the programs; such conversations are not drawn, or
 counted as explained. Exits with 1 if any other differs.
 """
 
@@ -68,7 +68,7 @@ class Conversation:
 
 @dataclass
 class Count:
-    """What a comparison found."""
+    """Results of a comparison."""
 
     judge: str
     compared: int = 0

@@ -82,7 +82,7 @@ def kernels_beside_flashmla(results: list[dict]) -> list[Beside]:
 
 
 def decode_picture(folder: Path) -> str:
-    """Our time divided by the other's: a bar per case, shorter than the line at 1 where we are faster."""
+    """Our time divided by the competitor's: a bar per case, shorter than the line at 1 where we are faster."""
     groups = {
         "attention layer, beside vLLM 0.26": layers_beside_vllm(read(folder / "h200_beside_vllm.json")["layers"]),
         "attention alone, beside FlashMLA": kernels_beside_flashmla(

@@ -24,7 +24,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("deepseek_attn", "kernels", "models", "configs")  # what the wheel is made of
+SOURCES = ("deepseek_attn", "kernels", "models", "configs")  # contents of the wheel
 PARTS = {
     "kernels": ["tests/kernels", "tests/flash_mla_api", "tests/impls"],
     "caches": ["tests/cache", "tests/attention", "tests/layers", "tests/checkpoint", "tests/plugins"],

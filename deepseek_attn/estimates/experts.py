@@ -1,4 +1,4 @@
-"""Predictions of models whose routed experts are not all on the device: what fits, and how long steps wait for them."""
+"""Predictions for models whose routed experts are partly off the device: experts that fit, and time steps wait."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ExpertSizes:
     """The routed experts of a model.
 
     Attributes:
-        layers: with experts, those of drafters included; backbone: without those.
+        layers: layers with experts, drafters included; backbone: without drafters.
         experts: of each layer, on one rank; topk: of a token, on all ranks.
         values: of one expert; nbytes: of one expert on the device; stored: in the checkpoint.
     """
@@ -101,7 +101,7 @@ class ExpertSteps:
 def gpu_steps(
     model: RankModel, sizes: ExpertSizes, batches: Iterable[int], context: int, rate: float
 ) -> Iterator[ExpertSteps]:
-    """Decode steps on GPUs that lack experts: those of all experts resident, and copies at ``rate`` bytes/s.
+    """Time of decode steps on GPUs that lack experts: with all experts resident, plus copies at ``rate`` bytes/s.
 
     Copies follow from the routing of a layer and precede its products, so nothing overlaps.
     """

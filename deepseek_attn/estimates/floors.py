@@ -157,7 +157,7 @@ class ModelWork:
         Notes:
             Queries of one request are taken to select different entries, as far as there are different ones.
             Without more visible entries than ``index_topk`` nothing has to be selected, and nothing is scored.
-            Of entries and index keys that another layer makes (V4.1), those of the step are read too.
+            Entries and index keys of the step that another layer makes (V4.1) are read too.
         """
         selection = _Selection.of(self.config, spec, layout, shape)
         tensors = attention_tensors(self.config, spec.name)
@@ -415,7 +415,7 @@ _NOTHING_SELECTED = _Selection(0, 0, 0, 0, 0)
 
 
 def max_scored(config: AnyConfig, spec: AnySpec) -> int:
-    """Entries that an indexer has to score for a query at most: those of its candidate blocks (V4.1), or all."""
+    """Most entries that an indexer scores for a query: the entries of its candidate blocks (V4.1), or all."""
     if isinstance(spec, V41LayerSpec) and isinstance(config, DeepseekV41Config):
         return sys.maxsize if spec.candidate_source in (None, spec.index) else config.candidate_entries
     return sys.maxsize
@@ -426,7 +426,7 @@ def pool_bytes(
 ) -> dict[str, int]:
     """Bytes that a layer reads from one pool in a step, and writes to it if it is its own, by kind.
 
-    Compression reads the raw projections of a window only if it closes in the step, and keeps those that a later
+    Compression reads the raw projections of a window only if it closes in the step, and keeps projections that a later
     window needs.
     """
     ratio = entry_ratio(layout, pool.layer)

@@ -1,4 +1,4 @@
-"""Checks of the tensors that an op is given: what must hold is declared, and errors say it beside what was given."""
+"""Checks of an op's tensors: requirements are declared, and errors state the requirement and the given value."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class KernelPlan:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the launch, where the configuration says how many warps a program has."""
+        """Options of the launch, if the configuration sets the warps of a program."""
         return launch_options(self.config.warps, self.pdl)
 
 
@@ -186,7 +186,7 @@ class SharedLaunch(NamedTuple):
 
 
 def launch_options(warps: int, pdl: bool) -> dict[str, Any]:
-    """What every launch of a kernel says that may start early (``PDL``), besides its arguments."""
+    """Launch options of a kernel that may start early (``PDL``), besides its arguments."""
     return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
 
 
@@ -258,7 +258,7 @@ def tables_in(module: ModuleType) -> list[Table]:
 
 
 class Forced(NamedTuple):
-    """A row that a table takes; for every problem if ``problem`` is None."""
+    """A row forced on a table; for every problem if ``problem`` is None."""
 
     table: Table
     row: Row

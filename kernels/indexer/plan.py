@@ -123,7 +123,7 @@ def exact_products(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
 
 
 def tokens_in_turn(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
-    """As many programs as run at a time, or twice as many: a last wave of few would take as long as a full one."""
+    """The number of programs that run at a time, or twice that: a partial last wave takes as long as a full one."""
     keys, tokens = _tile_keys(gpu), 4 if p.batch_invariant else min(4, cdiv(p.tokens, p.requests))
     resident = (4, 3, 3, 4)[tokens - 1] * gpu.multiprocessors
     return ScoresConfig(tokens, keys, 3, max(1, min(resident // cdiv(p.tokens, tokens), cdiv(p.width, 2 * keys))))

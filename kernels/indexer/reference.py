@@ -57,7 +57,7 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
 
 
 def check_tokens(tokens: int, index: IndexQueryRows) -> None:
-    """Raises ValueError unless the indexer has queries of as many tokens."""
+    """Raises ValueError unless the indexer has queries of the same number of tokens."""
     if len(index.q) != tokens:
         raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
 

@@ -48,7 +48,7 @@ class Segment:
 
     @property
     def reads_fp8_once(self) -> bool:
-        """A launch before may quantise its input; for groups of 32, programs always quantise what they read."""
+        """An earlier launch may quantise the input; for groups of 32, programs always quantise their own input."""
         return self.reads_fp8 and self.input_format.group == FP8_INPUT_GROUP
 
 

@@ -54,7 +54,7 @@ OWN_BLOCKS = 16  # of a job whose input `linear_decode_hopper` quantises, at mos
 PLAIN_CHANNELS = 64  # of a plain weight that a program of `linear_triton` reads at once; of an FP8 weight a group
 
 
-# --- what the kernels support ---
+# --- support of the kernels ---
 
 
 @condition
@@ -188,7 +188,7 @@ def _job_splits(problem: LinearProblem, gpu: GPU) -> int:
 
 
 def _ring(problem: LinearProblem, rows: int, splits: int, stage_blocks: int, at_once: int) -> LinearDecodeTiles:
-    """As many stages of 16 KiB as shared memory has room for beside the input of a job, at most 12."""
+    """The number of stages of 16 KiB that fit in shared memory besides the input of a job, at most 12."""
     tokens = _token_tile(problem, 8, 16)
     stages = min(12, (215 - tokens // 8 * next_power_of_2(cdiv(problem.blocks, splits))) // 16)
     return LinearDecodeTiles(rows, splits, stages, stage_blocks, at_once, tokens)
@@ -217,7 +217,7 @@ def _hopper_rows(problem: LinearProblem, gpu: GPU) -> int:
 
 
 def _hopper_tiles(problem: LinearProblem, rows: int, tokens: int) -> int:
-    """Tiles of a launch; those of a plain weight count twice, for it has twice as many blocks of channels."""
+    """Tiles of a launch; tiles of a plain weight count twice, because it has twice the blocks of channels."""
     tiles = cdiv(problem.rows, rows) + 2 * cdiv(problem.plain_rows, rows)
     return cdiv(problem.planned_tokens, tokens) * tiles
 

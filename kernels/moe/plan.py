@@ -130,7 +130,7 @@ SHARED_KIB = (200, 101, 66)  # for stages where a multiprocessor has 1, 2, 3 pro
 def hopper_product(
     problem: ExpertsProblem, tiles: HopperExpertTiles, gated: bool, wait: bool, gpu: GPU
 ) -> HopperProduct:
-    """As many stages as fit into shared memory, and the registers of each warp; ``gated``: the first product."""
+    """The number of stages that fit into shared memory, and the registers of each warp; ``gated``: the first product."""
     fp4, groups = problem.weights == "fp4", tiles.warpgroups
     N, K = (problem.inner, problem.hidden) if gated else (problem.hidden, problem.inner)
     channels = tiles.channels if fp4 else 128
@@ -187,7 +187,7 @@ FEW_PAIRS = up_to("rows", 64)
 COMPARABLE_PAIRS = up_to("rows", 256)
 """A program has room for a matrix of all pairs by all pairs."""
 
-# `place_rows_kernel` and `place_pairs_kernel` read what `count_chunks_kernel` and `count_pairs_kernel` counted.
+# `place_rows_kernel` and `place_pairs_kernel` read the counts of `count_chunks_kernel` and `count_pairs_kernel`.
 GROUPINGS = Table(
     "moe.grouping",
     {
@@ -269,7 +269,7 @@ def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchBlock:
 
 
 CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_program))
-# A copy needs bytes in flight, not multiprocessors: 8 programs are as fast as 264, and leave the others to products.
+# A copy needs bytes in flight, not multiprocessors: 8 programs are as fast as 264, and leave multiprocessors to products.
 COPIES = one_kernel(  # programs
     "moe.copies", "copy_experts_kernel", (ANY, LaunchBlock(COPY_PROGRAMS), "h200_host_experts.json: copies")
 )

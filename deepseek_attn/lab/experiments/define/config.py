@@ -47,7 +47,7 @@ class Experiment:
     """A checked experiment. Sections that are None are not measured.
 
     Attributes:
-        name: file name of the results; title: heading of the report; question: what it is to answer, its first words.
+        name: file name of the results; title: heading of the report; question: the question it answers.
         origin: the file, or the name of a shipped experiment.
         base: the model that variants change, after the ``base_changes``; the checkpoint, if nothing else is measured.
         seeds: of weights and data, for everything that is trained.
@@ -74,7 +74,7 @@ class Experiment:
     checkpoint: CheckpointSettings | None
 
     def base_of(self, task: TaskSettings) -> ModelConfig:
-        """The model that is trained on a task, before its variants; ``base_changes`` change one of another size too."""
+        """The model trained on a task, before variants; ``base_changes`` also apply to other sizes."""
         if task.size is not None:
             return sized_model(task.size).replace(**self.base_changes)
         return self.v4_base

@@ -98,7 +98,7 @@ class TaskSettings:
 
     @property
     def training(self) -> dict[str, Any]:
-        """What a result depends on, beside variant, seed and base."""
+        """Settings that change a result, besides variant, seed and base."""
         chosen = ("size", "seeds", "variants")
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in chosen}
 

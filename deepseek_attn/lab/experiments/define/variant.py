@@ -31,7 +31,7 @@ class ModelVariant:
     Attributes:
         name: shown in the report, unique in an experiment.
         schedule: compress ratios by pattern, see `expand_schedule`: it fits models of any number of layers; or ``own``,
-            those that the model has. Dense attention has none.
+            the model's own ratios. Dense attention has no schedule.
         attention: ``dense``: every query of every layer reads every token before it. No layer compresses, so this is
             the upper bound of all schedules.
         window_layers: of dense attention: so many first layers keep their window, as V4's schedules begin.

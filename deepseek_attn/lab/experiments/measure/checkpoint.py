@@ -99,7 +99,7 @@ def measure_own(settings: CheckpointSettings, device: torch.device, folder: Path
 def measure_variant(
     variant: ModelVariant, settings: CheckpointSettings, device: torch.device, folder: Path
 ) -> CheckpointResult:
-    """Quality of the checkpoint under ``variant``, against what `measure_own` left in ``folder``.
+    """Quality of the checkpoint under ``variant``, against the states that `measure_own` left in ``folder``.
 
     Groups of layers before the first that the variant changes are not computed again.
 
@@ -138,7 +138,7 @@ def _before(layer: int) -> str:
 
 
 def _read(path: Path) -> tuple[list[States], list[RecallRow]]:
-    """What `measure_own` wrote: states by prompt, and rows of the layers up to them."""
+    """Output of `measure_own`: states by prompt, and rows of the layers up to them."""
     with safe_open(path, "pt") as file:
         found: dict[int, dict[int, torch.Tensor]] = {}
         for name in file.keys():  # noqa: SIM118 not a mapping
@@ -159,7 +159,7 @@ def _differ(base: AnyConfig, config: AnyConfig, group: list[int]) -> bool:
 class LayerGroups:
     """A model whose layers are loaded and computed some at a time, over all prompts, in the memory of one card.
 
-    A layer that reads what another has made (V4.1's entries, index keys and selections) is loaded with it: the other
+    A layer that reads entries, index keys or selections of another layer (V4.1) is loaded with it: the other
     layer's attention is computed again from the hidden states before it, which are kept.
 
     Args:
@@ -205,7 +205,7 @@ class LayerGroups:
         return [i for i in self.kept_before(group[-1] + 1) if i > group[0]]
 
     def compute(self, group: list[int]) -> None:
-        """Adds the states of `made_by` to ``before``, and drops those that no later group needs."""
+        """Adds the states of `made_by` to ``before``, and drops states that no later group needs."""
         length = max(map(len, self.prompts))
         runner = ModelRunner.from_source(
             self.config, self.source, device=self.device, progress=False, max_model_len=length, max_num_seqs=1,

@@ -29,7 +29,7 @@ def first_states(model: Backbone, token_ids: torch.Tensor) -> Any:
 
 
 def run_layer(block: BlockBase, output: Any, token_ids: torch.Tensor, step: StepMetadata) -> Any:
-    """The output of a block, from that of the block before."""
+    """The output of a block, from the previous block's output."""
     if isinstance(block, DeepseekV32Block):
         return block(*output, token_ids, step)
     if isinstance(block, DeepseekV41Block):
@@ -38,7 +38,7 @@ def run_layer(block: BlockBase, output: Any, token_ids: torch.Tensor, step: Step
 
 
 def attend(block: BlockBase, output: Any, step: StepMetadata) -> None:
-    """Makes what later layers read of a V4.1 block: entries, index keys and its selection."""
+    """Makes a V4.1 block's entries, index keys and selection for later layers."""
     assert isinstance(block, DeepseekV41Block)
     block.attn(block.attn_input(with_memory(block, output, step)).x, step.positions, step)
 

@@ -1,4 +1,4 @@
-"""Quality of variants that are trained from scratch: by length, distance and position, and what their layers read.
+"""Quality of variants that are trained from scratch: by length, distance and position, and the recall of their layers.
 
 Everything is measured over whole sequences in the differentiable path, with weights as a checkpoint stores them and
 entries as the variant selects them: a runner has neither an oracle nor a random selection.
@@ -202,7 +202,7 @@ def by_depth(scored: Scored, length: int) -> list[DepthRow]:
 
 
 def read_layers(result: TrainResult, weights: dict[str, torch.Tensor], task: Task, length: int) -> list[RecallRow]:
-    """What each layer reads of a few held-out sequences, see `RecallRow`."""
+    """Recall of each layer over a few held-out sequences, see `RecallRow`."""
     readings: list[Reading] = []
     tokens = task.batch(READING_PROMPTS, length, generator_of(EVALUATION_SEED, 0), "test").tokens
     tokens = tokens[:, :-1].to(result.model.embed.weight.device)

@@ -1,4 +1,4 @@
-"""What keeps a plot readable whatever its data: ticks of short axes, lines and points that coincide, their numbers."""
+"""Readable plots for any data: ticks of short axes, lines and points that coincide, their numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Point = tuple[float, float]
 
-NEAR = 2.0  # points (1/72 inch): what is nearer looks the same
+NEAR = 2.0  # points (1/72 inch): nearer marks look the same
 NUMBER_SIZE = 8  # points
 DASH = 8  # line widths: coincident lines show in turn for so long
 TICKS = 8  # labels of context lengths that an axis has room for

@@ -44,7 +44,7 @@ def make_comparisons(report: Report) -> list[PairedDifference]:
 
 
 def corrected(rows: list[PairedDifference]) -> list[PairedDifference]:
-    """The rows of a family with p values for as many comparisons."""
+    """The rows of a family, with p values corrected for the number of its comparisons."""
     tested = [row for row in rows if row["p"] is not None]
     for row, p in zip(tested, holm([row["p"] or 0.0 for row in tested]), strict=True):
         row["p"], row["exceeds"] = p, p < NOISE and len(row["seeds"]) >= LEAST_SEEDS
@@ -97,7 +97,7 @@ def _by_seed(variant: VariantReport, quality: str, task: str) -> dict[int, float
 
 
 def make_limits(report: Report) -> list[str]:
-    """Sentences about what the numbers do not say."""
+    """Sentences about the limits of the numbers."""
     found = []
     missing = report["units"]["missing"]
     if missing:

@@ -107,7 +107,7 @@ def sizes(report: Report, first: str) -> list[Figure]:
 
 
 def forest(report: Report, quality: str) -> list[Figure]:
-    """Paired differences with their intervals: what a schedule loses, and what its selection does."""
+    """Paired differences with their intervals: the loss of a schedule, and the effect of its selection."""
     rows = [
         row for row in report["comparisons"] if row["quality"] == quality and row["family"] in ("bound", "selection")
     ]

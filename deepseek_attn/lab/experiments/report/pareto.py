@@ -26,7 +26,7 @@ def qualities(report: Report) -> dict[str, bool]:
 
 
 def metric_of(quality: TaskQuality) -> str:
-    """What counts on a task: ``loss`` of a text, else ``accuracy``."""
+    """The quality of a task: ``loss`` of a text, else ``accuracy``."""
     return "loss" if quality["kind"] == "text" else "accuracy"
 
 

@@ -87,7 +87,7 @@ def _shape(config: AnyConfig) -> Shape:
 
 
 def _window(config: AnyConfig) -> int:
-    """Tokens of the window; 0 for V3.2, which has none."""
+    """Tokens of the window; 0 for V3.2, which has no window."""
     return config.sliding_window if isinstance(config, DeepseekV4Base) else 0
 
 

@@ -37,7 +37,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Finished:
-    """A worker's message: its unit ended after ``seconds``; ``error`` says why it failed.
+    """A worker's message: its unit ended after ``seconds``; ``error``: the reason if it failed.
 
     ``reasons``: of a group, why each of the units that failed did, by name.
     """
@@ -100,7 +100,7 @@ class WorkerPool:
         return [*queue]
 
     def _assign(self, queue: deque[Work]) -> bool:
-        """Gives out as many units as may run now, starting processes as needed; False once nothing is left."""
+        """Starts units up to the limit of parallel ones, and processes as needed; False once no unit is left."""
         while True:
             busy = [worker.unit for worker in self.workers if worker.unit is not None]
             if not queue or (self.until is not None and time.monotonic() >= self.until):
@@ -171,8 +171,8 @@ class Worker:
     Attributes:
         number: among the pool's processes.
         unit: the running unit; None while it is idle.
-        began: when the process said that the unit runs, by the monotonic clock; imports come before.
-        started: the process has said something.
+        began: monotonic time at which the process reported the unit as running, after its imports.
+        started: the process has sent a message.
     """
 
     def __init__(self, task: Task, number: int, log: Path, environment: Mapping[str, str]):
@@ -198,7 +198,7 @@ class Worker:
         self._send(unit)
 
     def _send(self, value: object) -> None:
-        with suppress(OSError):  # the process has died: the end of its connection says so
+        with suppress(OSError):  # the process has died, which the end of its connection reports
             self.connection.send(value)
 
     def stop(self) -> int | None:

@@ -181,7 +181,7 @@ class Lane:
 
 
 def open_state(path: Path, unit: Unit) -> TrainingState:
-    """The state of an interrupted training of ``unit``; one of other inputs is removed.
+    """The state of an interrupted training of ``unit``; a state of other inputs is removed.
 
     Raises:
         ValueError: the file is of another writer.
