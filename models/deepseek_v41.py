@@ -74,7 +74,7 @@ class DeepseekV41DraftStage(DeepseekV41Block):
 
 
 class DeepseekV41(DraftsBlocks, Backbone):
-    """The whole model, or some of its layers; see `Backbone`. Its hidden states are those after the final norm.
+    """The whole model, or some of its layers; see `Backbone`. Its hidden states follow the final norm.
 
     With a DSpark drafter, the mean of the streams before each of its target layers comes after them:
     ``[T, 1 + targets, hidden_size]``.

@@ -193,7 +193,7 @@ class ShardFile:
         found: of the file when its header was read.
 
     Raises:
-        ValueError: the file is gone, or another one since.
+        ValueError: the file was removed or replaced.
     """
 
     def __init__(self, path: Path, found: os.stat_result):

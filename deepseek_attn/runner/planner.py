@@ -196,7 +196,7 @@ def tokens_that_fit(
     limit: int,
     total_for: Callable[[int, int], int] | None = None,
 ) -> int:
-    """Tokens per sequence for ``max_num_seqs`` sequences in ``memory`` bytes, at most ``limit``; see above."""
+    """Tokens per sequence for ``max_num_seqs`` sequences in ``memory`` bytes, at most ``limit``."""
     return _most(
         lambda length: plan_for(max(length, 1), max_num_seqs),
         total_for and (lambda length: total_for(max(length, 1), max_num_seqs)),

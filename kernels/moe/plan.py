@@ -130,7 +130,7 @@ SHARED_KIB = (200, 101, 66)  # for stages where a multiprocessor has 1, 2, 3 pro
 def hopper_product(
     problem: ExpertsProblem, tiles: HopperExpertTiles, gated: bool, wait: bool, gpu: GPU
 ) -> HopperProduct:
-    """The number of stages that fit into shared memory, and the registers of each warp; ``gated``: the first product."""
+    """Number of stages that fit into shared memory, and registers of each warp; ``gated``: the first product."""
     fp4, groups = problem.weights == "fp4", tiles.warpgroups
     N, K = (problem.inner, problem.hidden) if gated else (problem.hidden, problem.inner)
     channels = tiles.channels if fp4 else 128
@@ -269,7 +269,7 @@ def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchBlock:
 
 
 CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_program))
-# A copy needs bytes in flight, not multiprocessors: 8 programs are as fast as 264, and leave multiprocessors to products.
+# A copy needs bytes in flight, not multiprocessors: 8 programs are as fast as 264.
 COPIES = one_kernel(  # programs
     "moe.copies", "copy_experts_kernel", (ANY, LaunchBlock(COPY_PROGRAMS), "h200_host_experts.json: copies")
 )

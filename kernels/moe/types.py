@@ -200,11 +200,11 @@ class ExpertsPass(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """Experts that ids may name."""
+        """Number of experts, the bound of valid ids."""
         return len(self.w1.weight if self.rows is None else self.rows)
 
     def wait_for(self, ready: str) -> None:
-        """Launches from here on wait for an event of ``slots``, if it has that."""
+        """Makes later launches wait for an event of ``slots``, if it has one."""
         event = getattr(self.slots, ready, None)
         if event is not None:
             event.wait()
