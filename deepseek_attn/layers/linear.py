@@ -153,7 +153,7 @@ class GroupedLinear(Linear):
     def project_quantized(
         self, o: torch.Tensor | QuantizedRows, positions: torch.Tensor, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, QuantizedRows | None]:
-        """`project`, also of a result of `attend_raw_q`: the output, and its quantised copy if that is free (else None)."""
+        """`project`, also of a result of `attend_raw_q`: the output, and its quantised copy if that is free."""
         if isinstance(o, QuantizedRows):
             if self.scale is None:
                 raise ValueError("quantised heads need an FP8 weight: see takes_quantized_heads")
