@@ -286,7 +286,8 @@ def test_files_hold_what_memory_would(llm, tmp_path):
 def test_cancelled_requests_leave_no_file(llm, tmp_path):
     stream = llm.stream(PROMPTS[0], greedy(50), record_dir=tmp_path, **ALL)
     steps = llm.engine.run([stream._request])
-    next(steps), next(steps)
+    next(steps)
+    next(steps)
     steps.close()
     assert stream.completion.finish_reason == "abort"
     assert stream.completion.records is None

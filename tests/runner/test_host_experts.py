@@ -50,10 +50,9 @@ def bytes_of(stacks, cached: int) -> int:
 @contextmanager
 def held(runner: ModelRunner, cached: int):
     """In this context the runner's layers read experts by rows, as with ``expert_memory="host"`` on a GPU."""
-    layers, budget = experts_of(runner), budget_of(runner, cached)
+    layers, budget, model = experts_of(runner), budget_of(runner, cached), runner.whole_model()
     in_turn, drafting = (
-        [module for module in part.modules() if isinstance(module, MoE)]
-        for part in (runner.model.layers, runner.model.mtp)
+        [module for module in part.modules() if isinstance(module, MoE)] for part in (model.layers, model.mtp)
     )
     rows = ExpertRows.of([layer.stacks() for layer in layers], runner.device, budget, len(in_turn))
     assert (rows.cached, rows.nbytes) == (cached, budget)
