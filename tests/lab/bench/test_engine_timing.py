@@ -57,6 +57,7 @@ def test_rows_of_an_engine(preset, layers, device):
     assert json.loads(json.dumps(two.row()))["drafts"] == 2
 
 
+@pytest.mark.exhaustive
 def test_a_set_acceptance():
     """Drafts count as right by lot: all, none, or as often as it says; the host's count is the device's."""
     config = cut_config(ModelConfig.from_pretrained("tiny"), 2)

@@ -113,6 +113,7 @@ def family(request, tmp_path_factory) -> dict:
     return found
 
 
+@pytest.mark.exhaustive
 def test_groups_of_layers_of_other_families_change_nothing(family):
     """Layers of V4.1 read entries, index keys, selections and candidates of layers in earlier groups."""
     for at_once, own in family["own"].items():

@@ -34,7 +34,7 @@ def running(unit, state):
         print(*(worker.process.pid for worker in pool.workers), flush=True)
 
 if __name__ == "__main__":
-    units = [Unit("train", f"hang/{i}", f"hang/{i}", {}, untyped(None)) for i in range(3)]
+    units = [Unit("train", f"hang/{i}", f"hang/{i}", {}, None) for i in range(3)]
     pool = WorkerPool(act, Path(sys.argv[1]), 2, running, print)
     pool.run(units)
 """
