@@ -23,7 +23,7 @@ CASES += [
     ("window", "serving", 1),
 ]
 CASES += [("v32", "official", 1), ("v41", "official", 3)]
-QUICK = [("mixed", "serving", 1), ("overlap", "exact", 3), ("v41", "exact", 1)]
+QUICK = [("mixed", "serving", 1)]
 
 
 @pytest.mark.parametrize("past", tiered([0, 2], [2]))

@@ -198,6 +198,7 @@ def test_they_are_of_the_model_not_of_what_is_sampled_from(runner):
     np.testing.assert_allclose(required(found).top_logprobs[0], log_softmax.topk(2).values.numpy(), atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_they_come_with_the_tokens():
     """In each step's outputs, and in the completion of a stream at any time."""
     llm = LLM(max_model_len=200)

@@ -136,6 +136,7 @@ def test_recorded_steps_run_eagerly_and_others_do_not(runner, monkeypatch, draft
     assert len(plain.completion().token_ids) == 12
 
 
+@pytest.mark.exhaustive
 def test_tokens_of_kept_prefixes_are_computed(runner):
     """A recorded prompt takes nothing from the prefix cache, and leaves its prefix there for others."""
     runner.prefixes.clear()

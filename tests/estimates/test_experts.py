@@ -75,6 +75,7 @@ def test_steps_on_a_gpu():
         assert step.tokens_per_second == pytest.approx(1 / (resident + missing / 55e9))
 
 
+@pytest.mark.exhaustive
 def test_prompts_on_a_gpu():
     """Copies ahead overlap with all but the first layer; short chunks and those from disk wait for what they need."""
     numerics = numerics_for(FLASH, "serving")

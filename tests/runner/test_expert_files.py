@@ -105,7 +105,8 @@ def on_disk(directory, slots: int, **options):
     return LLM(directory, expert_memory="disk", expert_cache_bytes=size, **LIMITS | options)
 
 
-@pytest.mark.parametrize("speculate", tiered([0, 2], [2]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("speculate", [0, 2])
 def test_texts_are_the_same(directory, speculate):
     """From files, in batches with chunked prompts and the prefix cache; with drafts, whose layer has experts too."""
     shared = prompt(v4(), 70)

@@ -104,6 +104,7 @@ def test_kill_leaves_nothing_behind(memory, stage, checkpoint, tmp_path):
     assert [(path, path.stat().st_mtime_ns) for path in files_below(checkpoint)] == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("memory", tiered(["disk", "host"], ["disk"]))
 def test_full_memory_is_one_message(memory, checkpoint, tmp_path):
     """The system refuses memory that was free when the run began."""

@@ -205,6 +205,7 @@ def test_padding_is_within_the_tokens_of_a_step():
 FEW_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 4, "vocab_size": 64}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("preset", "options", "reason"),
     [

@@ -344,6 +344,7 @@ def scalar(name, i):
     return float((z >> 40) * step.float() - shift.float())
 
 
+@pytest.mark.exhaustive
 def test_files_and_checkpoints(tmp_path, capsys):
     """What `--write` leaves: fixtures that load equally, and checkpoints that give the golden logits."""
     assert main(["port-check", "--write", str(tmp_path / "g"), "v4_c4a_layer", "v4_model", "v41_model"]) == 0

@@ -580,7 +580,8 @@ def test_requests_in_any_order(seed):
         assert logits[len(tokens) - 1 : -1].argmax(-1).tolist() == completion.token_ids
 
 
-@pytest.mark.parametrize("numerics", tiered(["official", "serving"], ["serving"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("numerics", ["official", "serving"])
 def test_quantised_numerics(numerics):
     """In deterministic steps the same bits; poisoned caches would show in them."""
     widths = {"hidden_size": 128, "q_lora_rank": 128, "num_attention_heads": 8, "o_lora_rank": 64}

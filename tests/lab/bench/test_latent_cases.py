@@ -11,6 +11,7 @@ from deepseek_attn.lab.bench.cases import latent
 CPU = torch.device("cpu")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("make_case", "shape"), [
     (latent._absorb, (3, 128, 576)), (latent._project, (3, 128 * 128)), (latent._insert, (3, 1536)),
 ])  # fmt: skip

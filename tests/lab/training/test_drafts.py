@@ -213,6 +213,7 @@ def first_drafts_accepted(runner: ModelRunner, task: TextTask) -> float:
     return float(torch.cat(right).float().mean())
 
 
+@pytest.mark.exhaustive
 def test_a_saved_checkpoint_drafts_as_training_said(result, task, tmp_path):
     directory = save_checkpoint(result.model, result.config, tmp_path / "trained", task.tokenizer)
     options = {"max_model_len": 64, "max_num_seqs": 4, "device": "cpu"}

@@ -174,6 +174,7 @@ def test_a_record_counts_only_whole_and_for_its_own_inputs(tmp_path):
     assert read_record(tmp_path, unit) is None
 
 
+@pytest.mark.exhaustive
 def test_processes_take_turns_with_the_sets_of_variables(tmp_path, monkeypatch):
     """Each GPU gets as many processes as another, and this process keeps its environment."""
     monkeypatch.delenv("POOL_TEST", raising=False)
