@@ -25,7 +25,7 @@ from torch import Tensor
 
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.kernels.attention import PagedKeys
-from deepseek_attn.kernels.common.device import compute_capability, gpu
+from deepseek_attn.kernels.common.device import compute_capability, gpu, launches_nothing
 
 HEADS = (64, 128)  # head counts that the kernels are compiled for
 ENTRY_BYTES = {512: 584, 576: 656}  # cache bytes per entry, by head_dim
@@ -64,7 +64,7 @@ def _module() -> Any:
 
 
 class _Shapes:
-    """Results of FlashMLA's kernels on the device "meta"; while they are made, its scratch memory is allocated."""
+    """Results of FlashMLA's kernels where none is launched; while they are made, its scratch memory is allocated."""
 
     @staticmethod
     def flash_mla_with_kvcache(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class _Shapes:
 
 
 def _kernels(q: Tensor) -> Any:
-    return _Shapes if q.is_meta else _module()
+    return _Shapes if launches_nothing(q) else _module()
 
 
 @lru_cache(maxsize=1)

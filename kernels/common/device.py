@@ -55,6 +55,11 @@ def meta_stands_for(target: GPU) -> Iterator[None]:
         _meta_gpu.reset(token)
 
 
+def launches_nothing(tensor: Tensor) -> bool:
+    """Whether kernels on ``tensor`` do not run: it has no memory, or launches are recorded (`recorded_launches`)."""
+    return tensor.is_meta or _meta_gpu.get() is not None
+
+
 def on_gpu(tensor: Tensor) -> bool:
     """Whether a tensor is on a GPU, or is a "meta" tensor that stands for a GPU tensor (`meta_stands_for`)."""
     return tensor.is_cuda or (tensor.is_meta and _meta_gpu.get() is not None)

@@ -17,6 +17,7 @@ from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
+from deepseek_attn.kernels.common.device import GPU, meta_stands_for
 from tests.support import fake_flash_mla
 from tests.support.tiers import tiered
 from tests.support.typed import required
@@ -284,6 +285,18 @@ def test_a_schedule_is_reused_and_a_stale_one_is_what_the_stand_in_refuses(fake)
     shorter = PagedKeys(RECORD, page.pool, 64, page.indices, (required(page.lens) - 1).clamp(min=0))
     with pytest.raises(AssertionError, match="stale plan"):
         flash_mla.sparse_decode(q, [shorter], 0.05, schedule=schedule)
+
+
+def test_nothing_is_launched_while_launches_are_recorded(fake):
+    """Indices are then what their kernels would have written: anything."""
+    q, kv = torch.randn(3, 64, 512).bfloat16(), torch.randn(5, 512).bfloat16()
+    anything = torch.full((3, 128), 1 << 30, dtype=torch.int32)
+    pool = poisoned_pool(3, 64, torch.arange(4))
+    pages = [PagedKeys(RECORD, pool, 64, anything, torch.full((3,), 128, dtype=torch.int32))]
+    with meta_stands_for(GPU((9, 0), 132)):
+        assert flash_mla.sparse_prefill(q, kv, anything, 0.05)[0].shape == q.shape
+        assert flash_mla.sparse_decode(q, pages, 0.05)[0].shape == q.shape
+    assert fake.calls.decode == fake.calls.prefill == []
 
 
 def test_zero_rows_and_empty_workspaces_never_launch(kernels):
