@@ -10,6 +10,7 @@ import functools
 import gc
 import hashlib
 import logging
+import math
 import os
 import shlex
 import tempfile
@@ -144,21 +145,27 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is None:
         config.pluginmanager.register(FailedNames(config))
     elif "gpu_memory" in worker:
+        if worker["gpu"]:
+            os.environ["CUDA_VISIBLE_DEVICES"] = worker["gpu"]
         from tests.support.gpu_memory import GpuMemory  # fcntl, which only POSIX has
 
-        config.pluginmanager.register(GpuMemory(Path(worker["gpu_memory"]), worker["workercount"]))
+        config.pluginmanager.register(GpuMemory(Path(worker["gpu_memory"]), worker["gpu_workers"]))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node) -> None:
-    """Tells a worker on a GPU where the workers' budget of its memory is kept."""
+    """Tells a worker its GPU, if ``CUDA_VISIBLE_DEVICES`` lists several, and where the budget of its memory is kept."""
     if os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu") != "cpu":
-        node.workerinput["gpu_memory"] = _budget_folder()
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        number = int(node.gateway.id.removeprefix("gw")) % len(gpus)
+        node.workerinput["gpu"] = gpus[number] if len(gpus) > 1 else ""
+        node.workerinput["gpu_memory"] = _budget_folder(number)
+        node.workerinput["gpu_workers"] = math.ceil(node.workerinput["workercount"] / len(gpus))
 
 
 @functools.cache
-def _budget_folder() -> str:
-    folder = tempfile.TemporaryDirectory(prefix="gpu_memory_")
+def _budget_folder(gpu: int) -> str:
+    folder = tempfile.TemporaryDirectory(prefix=f"gpu_memory_{gpu}_")
     atexit.register(folder.cleanup)
     return folder.name
 
