@@ -30,7 +30,7 @@ def tiny(**changes):
     return ModelConfig.from_preset("tiny").replace(**changes)
 
 
-@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("preset", tiered(preset_names(), ["tiny", "tiny_v32", "tiny_v41"]))
 def test_allocated_bytes_are_the_planned_bytes(preset):
     for numerics in PRESETS:
         layout = make_layout(ModelConfig.from_preset(preset), get_numerics(numerics), torch.bfloat16, 500, 2, 100)

@@ -148,8 +148,8 @@ AS_OTHERS = ("transformers_v32", "published_v3")  # bases whose keys have the me
 
 
 def repeats(base: str, path: str, value: Any) -> bool:
-    """Whether a key of transformers' V4 has a case in the published spelling."""
-    return base == "transformers_v4" and path in leaves(BASES["published_v4"])
+    """Whether published V4 has a case of the same key: of transformers' V4, and of what V3.2 shares with V4."""
+    return base in ("transformers_v4", "published_v32") and path in leaves(BASES["published_v4"])
 
 
 def added_again(base: str, path: str, value: Any) -> bool:

@@ -147,7 +147,7 @@ def test_long_answers_outgrow_the_pools(variant):
 
 
 @pytest.mark.parametrize("most", tiered([1, 20, 100], [1]))
-@pytest.mark.parametrize("ratios", [(4, 16), None], ids=["v4", "v32"])
+@pytest.mark.parametrize("ratios", [(4, 16), pytest.param(None, marks=pytest.mark.exhaustive)], ids=["v4", "v32"])
 def test_steps_that_run_out_of_memory(most, ratios):
     """Steps become smaller; what was half written does no harm."""
     fuzz = Fuzz(most, {"ratios": ratios, "max_snapshots": 4, "max_rollback": 5})

@@ -109,6 +109,7 @@ def test_do_sample_false_is_greedy(folder):
         assert tokens(llm, max_tokens=9, temperature=1.0, top_p=1.0) != greedy
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("many", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_eos_is_that_of_the_file(folder, many):
     """In place of the config's, as transformers takes it."""

@@ -143,7 +143,7 @@ def fake_jobs() -> Jobs:
 
 
 @pytest.mark.parametrize(
-    ("fake", "every"), tiered([*product(FAKES, [11]), *product(FAKES, [1])], [*product(FAKES, [11])])
+    ("fake", "every"), tiered([*product(FAKES, [11]), *product(FAKES, [1])], [*product(FAKES, [11])][:1])
 )
 def test_bookkeeping(fake, every):
     """Every page and row that is wrong, stale or missing changes a fake's tokens."""

@@ -90,6 +90,7 @@ def test_batch_equals_each_alone(llm, free_pages):
         assert len(together[index].token_ids) == p.max_tokens
 
 
+@pytest.mark.exhaustive
 def test_each_prompt_as_soon_as_it_is_done(llm, free_pages):
     """With the index that it would have in a list, or its own; the same tokens as in a list."""
     batch = prompts(1, 97, 5, 41, 40, 130, 3)
@@ -233,6 +234,7 @@ def test_interrupted_and_used_again(llm, free_pages, use):
     assert not llm.engine.has_unfinished
 
 
+@pytest.mark.exhaustive
 def test_text_of_interrupted_steps(llm, free_pages):
     """Before lines that make text of tokens, which a stop string holds back in part."""
     modules = (deepseek_attn.engine.request, deepseek_attn.engine.stopping, deepseek_attn.text.tokenizer)

@@ -132,6 +132,7 @@ def test_measured_prompts_are_as_long_as_products_or_copies(file):
     assert found.seconds == pytest.approx(measured["prompt of 8192"]["seconds"], rel=0.15)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("gpu", "words"),
     [

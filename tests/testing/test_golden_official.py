@@ -173,6 +173,7 @@ def test_sublayers_and_caches_of_v32():
     assert_right("logits", ops["logits"], final @ weight("head.weight").T)
 
 
+@pytest.mark.exhaustive
 def test_sublayers_and_caches_of_v41():
     """Entries, index keys, selections and candidates come from the layers that the schedule names."""
     fixture, config, source = model("v41")

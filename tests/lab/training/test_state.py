@@ -84,6 +84,7 @@ def test_a_state_is_not_taken_for_another_training(tmp_path):
     assert path.read_text() == "mine"
 
 
+@pytest.mark.exhaustive
 def test_the_command_resumes_and_loads_nothing_when_nothing_is_left(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(small_config([0, 4], **SMALL, num_nextn_predict_layers=1).to_dict()))

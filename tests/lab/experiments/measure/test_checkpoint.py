@@ -121,6 +121,7 @@ def test_groups_of_layers_of_other_families_change_nothing(family):
         assert json.dumps(family["variants"][at_once]) == json.dumps(family["variants"][0]), at_once
 
 
+@pytest.mark.exhaustive
 def test_other_families_are_those_of_a_whole_runner(family):
     (own, rows), (fewer, _), prompts = family["whole own"], family["whole top 2"], family["prompts"]
     found, variants = family["own"][1], family["variants"][1]
