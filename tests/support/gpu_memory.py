@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ import torch
 DEFAULT = 2.5
 PROCESS = 1.0  # GiB outside PyTorch's allocator: a process's context, its kernels and the workspace of cuBLAS
 GIB = 2**30
+LOST = 86  # exit status of a process that has lost its CUDA context
 
 
 class Budget:
@@ -84,6 +85,15 @@ def over_budget(peak: float, need: float) -> str | None:
     )
 
 
+def context_is_lost(synchronize: Callable[[], None]) -> bool:
+    """Whether an illegal access or an assertion in a kernel has ended CUDA's context: every later call would fail."""
+    try:
+        synchronize()
+    except RuntimeError:  # torch.AcceleratorError is one
+        return True
+    return False
+
+
 class GpuMemory:
     """Plugin of a process that runs tests on a GPU beside other processes."""
 
@@ -101,6 +111,8 @@ class GpuMemory:
         try:
             return (yield)
         finally:
+            if context_is_lost(torch.cuda.synchronize):
+                os._exit(LOST)  # xdist names the test, and another process goes on with those that were left
             self._free()
             self.budget.give_back()
 
