@@ -196,7 +196,7 @@ def _store_quantized(value, work, tiles, raw_q, SHAPE: gl.constexpr):
     lower = _quantized(lower0, lower1, scale_ptr, inside, SHAPE)
     upper = _quantized(upper0, upper1, scale_ptr + 2 * raw_q.fp8_scale_stride, inside, SHAPE)
     codes = gl.join(lower, upper).permute((0, 4, 1, 3, 2)).reshape([64, 512])
-    # the queries are no longer needed: their memory stages the output, so that whole lines are written
+    # reuse the memory of the queries to stage the output, so that stores write whole cache lines
     staged = reinterpret(tiles.queries, gl.float8e4nv, [64, 512], gl.NVMMASharedLayout(128, 8, 2))
     staged.store(codes)
     barrier()  # all warps have staged their channels

@@ -29,15 +29,15 @@ class GatherPool(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Where the parts of an entry are: ``CODED`` values with a scale per ``GROUP``, then ``RAW`` unquantised ones.
+    """Layout of a cache entry: ``CODED`` quantised values with a scale per ``GROUP``, then ``RAW`` unquantised values.
 
     Attributes:
-        N: entries of a page; ENTRY: bytes from one to the next; RAW_AT: first byte of the unquantised values, of
-            ``RAW_DTYPE``. Values are e4m3; a group of 128 has a float32 scale behind the values, a smaller one an e8m0
-            scale behind the entries of the page. Groups of 16 are e2m1 pairs with e4m3 scales in that place.
-        DTYPE: of a decoded row; NATIVE_FP8: the GPU converts e4m3 itself.
-        CODED_BLOCK, RAW_BLOCK: tile widths of the parts; RAW_BLOCK is 0 where both fit in the first tile.
-        ROWS: of a program.
+        N: entries of a page; ENTRY: bytes from an entry to the next; RAW_AT: first byte of the unquantised values,
+            which have ``RAW_DTYPE``. Quantised values are e4m3. Groups of 128 have float32 scales after the values of
+            the entry, smaller groups e8m0 scales after the entries of the page. Groups of 16: e2m1 with e4m3 scales.
+        DTYPE: of a decoded row; NATIVE_FP8: the GPU has instructions that convert e4m3.
+        CODED_BLOCK, RAW_BLOCK: tile widths of the two parts; RAW_BLOCK is 0 if one tile holds both parts.
+        ROWS: rows per program.
     """
 
     N: int

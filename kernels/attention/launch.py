@@ -246,7 +246,7 @@ def dequantize_and_gather_k_cache(
         return
     plan, group = GATHER.plan(RowsProblem(b * max_rows, record.dim), gpu(out.device)), layout.group or 64
     coded_block = max(group, next_power_of_2(coded))
-    whole = coded and record.dim <= coded_block  # one tile holds the other channels too
+    whole = coded and record.dim <= coded_block  # one tile also holds the unquantised channels
     shape = EntryShape(
         N=block_size,
         ENTRY=record.entry_bytes if plain else layout.row,

@@ -38,12 +38,12 @@ class AttendProblem:
     """Queries ``[queries, heads, dim]``, each over up to ``width`` keys.
 
     Attributes:
-        d_v: channels of a value; nope: channels of a key before those that are read unquantised, or all.
+        d_v: channels of a value; nope: leading channels of a key that precede its unquantised channels, or all.
         dtype: of the queries; key_dtype: of a key's values in memory.
-        group: quantised channels that share a scale, 0 if none is quantised.
-        pools: from which keys are read, 1 or 2; rows: keys are rows of one tensor, not entries of pages.
-        sink: there is a logit per head.
-        raw_q: queries are before norm and RoPE, and the result is quantised.
+        group: quantised channels that share a scale; 0 for unquantised keys.
+        pools: number of pools that keys are read from, 1 or 2; rows: keys are rows of one tensor, not cache entries.
+        sink: each head has an attention sink logit.
+        raw_q: the kernel applies norm and RoPE to the queries and quantises its output.
         aligned_q, aligned_keys: the compiler knows that rows can be copied 16 bytes at a time.
         batch_invariant: the choice must not depend on ``queries``.
     """

@@ -135,7 +135,7 @@ def accumulate_tile(acc, softmax, stage, keys, key_stage):
 def store_staged(value, queries, row_out, out_stride, work, dtype: gl.constexpr):
     """Stores heads ``[64, channels]`` to rows from ``row_out`` on, ``out_stride`` apart.
 
-    The queries are no longer needed: their memory stages the output, so that whole lines are written.
+    Reuses the memory of the queries to stage the output, so that stores write whole cache lines.
     """
     DIM: gl.constexpr = value.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])

@@ -1,12 +1,12 @@
 """Collectives of the ranks of one host for small messages, through memory that all of their GPUs map.
 
-One launch each, which may be part of a CUDA graph. Each rank writes its message into the memory of the other ranks.
-Every word of 32 bits travels with the number of the exchange, and a rank waits until all words sent to it have that
-number: one way over the link, and no barrier (NCCL's LL protocol does the same).
+Each collective is one launch, which a CUDA graph may capture. Each rank writes its message into the memory of its
+peers. Every word of 32 bits travels with the number of the exchange, and a rank waits until all words sent to it have
+that number. The data crosses the link once, without a barrier (NCCL's LL protocol does the same).
 
-All of them take contiguous float32, bfloat16 or float16 on a GPU of compute capability 8.0 or later, and `PeerBuffers`
+Inputs are contiguous float32, bfloat16 or float16 on a GPU of compute capability 8.0 or later, and the `PeerBuffers`
 of this rank. All ranks make the same calls, each on one stream. A message to one rank has at most
-``PeerBuffers.capacity`` words of 32 bits; they raise ValueError for others and for other dtypes.
+``PeerBuffers.capacity`` words of 32 bits. Larger messages and other dtypes raise ValueError.
 
 A rank that waits longer than ``PeerBuffers.timeout_ms`` writes the number of a missing rank plus 1 to
 ``PeerBuffers.missing`` and aborts: the CUDA context is lost.

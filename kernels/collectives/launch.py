@@ -39,9 +39,10 @@ def all_gather(x: Tensor, peers: PeerBuffers) -> Tensor:
 def _exchange(
     x: Tensor, out: Tensor, peers: PeerBuffers, size: int, scatter: bool = False, gather: bool = False
 ) -> None:
-    """Sends ``size`` bytes to each rank, with ``scatter`` different ones, and sums up what it receives.
+    """Sends ``size`` bytes to each rank and sums the messages received.
 
-    With ``gather`` the bytes of all ranks are stored, concatenated by rank.
+    With ``scatter`` each rank is sent a different part of ``x``. With ``gather`` the messages are not summed but
+    concatenated by rank.
     """
     if not gather and x.dtype not in FLOATS:
         raise ValueError(f"sums are of float32, bfloat16 or float16, got {x.dtype}")

@@ -43,10 +43,10 @@ class ExchangeWords(NamedTuple):
     """Runtime arguments of `exchange_kernel`.
 
     Attributes:
-        x, out: int32, the words that this rank sends, and the result of the words that it receives.
-        addresses, state: of the `PeerBuffers`. The state's upper half is the number of this exchange, the lower one
-            counts the programs that have read it. The last of them advances the number.
-        words: that go to each rank; timeout_ms: of the `PeerBuffers`.
+        x, out: int32, the words that this rank sends, and the result computed from the words received.
+        addresses, state: of the `PeerBuffers`. The state's upper half is the number of this exchange; the lower half
+            counts the programs that have read the number. The last program to read it advances it.
+        words: number sent to each rank; timeout_ms: of the `PeerBuffers`.
     """
 
     x: Any

@@ -21,7 +21,7 @@ from deepseek_attn.kernels.common.plans import (
     up_to,
 )
 
-GROUPS = 8  # of splits; the partial sums of a group are added first, then those of four groups
+GROUPS = 8  # of splits; partial sums are added within each group first, then over four groups
 GROUPED_ROWS = 512  # rows from which a program computes whole groups, in a product with hundreds of columns
 ENOUGH_TILES = 100  # of a bfloat16 weight, for programs that compute four groups
 

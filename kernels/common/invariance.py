@@ -1,8 +1,8 @@
-"""Batch invariance: ops whose results for a row do not depend on the other rows of a call (``deterministic=True``).
+"""Batch invariance (``deterministic=True``): a row's result does not depend on which rows share its call.
 
-A row's sums must then have one order for every batch. So every launch is configured for `MANY_ROWS` rows, products are
-neither split by the number of programs nor handed to cuBLAS, and library functions (a norm in plain torch, a float32
-product) get tiles of one shape.
+The sums of a row must have the same order in every batch. So every launch is configured for `MANY_ROWS` rows, matrix
+products are neither split by the number of programs nor computed by cuBLAS, and library functions (a norm in plain
+torch, a float32 product) are called on tiles of one shape.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Plans of launches: how every family of kernels chooses what runs, and how that choice is read from outside.
+"""Launch plans: how every kernel family chooses kernels and tiles, and how callers inspect the choice.
 
-A family has three words. Its contract (``__init__.py``) says what an op computes. ``plan(problem, gpu)`` in its
-``plan.py`` chooses kernels, tiles and splits. ``launch(plan, arguments)`` in its ``launch.py`` packs and launches.
+A family has three parts. Its contract (``__init__.py``) defines the result of each op. ``plan(problem, gpu)`` in its
+``plan.py`` chooses kernels, tiles and splits. ``launch(plan, arguments)`` in its ``launch.py`` packs the arguments and
+launches the kernels.
 
 * A **problem** is a frozen dataclass of shapes, dtypes, formats and alignment: all that a choice may depend on. It is
   made without tensors.
@@ -29,7 +30,7 @@ from deepseek_attn.kernels.common.invariance import MANY_ROWS
 NOT_MEASURED = "not measured"
 
 P = TypeVar("P")
-ProblemT = TypeVar("ProblemT", contravariant=True)  # a condition of any problem is one of each kind
+ProblemT = TypeVar("ProblemT", contravariant=True)  # a condition on any problem applies to each problem type
 PlanT = TypeVar("PlanT")
 T = TypeVar("T")
 
@@ -170,10 +171,10 @@ class KernelPlan:
 
 
 class SharedLaunch(NamedTuple):
-    """A launch that an op has prepared, for its own kernel or for one that computes it beside another op's.
+    """A prepared launch of one op: its own kernel runs it, or a kernel that computes two ops in one launch.
 
     Attributes:
-        plan: with the kernel that runs.
+        plan: of the op, which names the kernel.
         arguments, shape: runtime arguments and constants of the device code.
         out: the result; grid: programs that compute it.
     """
@@ -192,12 +193,13 @@ def launch_options(warps: int, pdl: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Table(Generic[P]):
-    """The rows of one choice.
+    """Kernels of an op, and the rows that choose among them.
 
     Attributes:
         name: ``family.op``, unique.
-        kernels: the problems that each kernel supports, by its name; anything that would be wrong or fail elsewhere.
-        rows: the first one that applies is taken.
+        kernels: by name, the condition for a problem that the kernel supports. The kernel is never launched for any
+            other problem.
+        rows: the first row that applies is chosen.
     """
 
     name: str
@@ -258,7 +260,7 @@ def tables_in(module: ModuleType) -> list[Table]:
 
 
 class Forced(NamedTuple):
-    """A row forced on a table; for every problem if ``problem`` is None."""
+    """A row forced on a table, for one ``problem`` or, with None, for every problem."""
 
     table: Table
     row: Row
@@ -284,10 +286,10 @@ def _holding(variable: ContextVar, value: T) -> Iterator[T]:
 
 
 def forced_row(table: Table[P], row: Row[P], problem: P | None = None) -> AbstractContextManager[Forced]:
-    """In this context a table takes ``row`` if its kernel supports the problem (``bench tune``, tests).
+    """Context in which a table chooses ``row`` if its kernel supports the problem (``bench tune``, tests).
 
     Args:
-        problem: the only one that it is taken for; None: every problem.
+        problem: choose the row for this problem alone; None: for every problem.
     """
     return _holding(_forced, Forced(table, row, problem))
 

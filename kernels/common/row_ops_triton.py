@@ -85,7 +85,7 @@ def rotated_rows(y, freqs_cis, D: tl.constexpr, ROPE: tl.constexpr, DTYPE: tl.co
 @triton.jit
 def rotated_back(first, second, cos, sin, DTYPE: tl.constexpr):
     """Pairs of channels rotated by the negative angle; unrotated ones have sine 0."""
-    # a select, not a product with a zero sine: a NaN must not reach the other channel of its pair
+    # a select, not a product with a zero sine: 0 * NaN would carry a NaN from one channel to its partner
     real = tl.where(sin == 0, first * cos, first * cos + second * sin)
     imaginary = tl.where(sin == 0, second * cos, second * cos - first * sin)
     return round_to(real, DTYPE), round_to(imaginary, DTYPE)

@@ -33,16 +33,16 @@ def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
 
 @contract(when=lambda streams, pre, hc: runs_triton(pre))
 def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
-    """`hc_pre`, or `hc_post_pre` of a sublayer's output, with weights of the previous sublayer (V4.1).
+    """`hc_pre`, or `hc_post_pre` for a sublayer's output, with collapse weights from the previous sublayer (V4.1).
 
-    Takes as many launches as `hc_pre` or `hc_post_pre`.
+    Needs the same number of launches as `hc_pre` or `hc_post_pre`.
 
     Args:
-        streams: ``[T, m, D]``, or a sublayer's output, which updates them first.
-        pre: float32 ``[T, m]``: collapses the streams.
+        streams: ``[T, m, D]``, or a sublayer's output, which updates the streams first.
+        pre: float32 ``[T, m]``: weights that collapse the streams.
 
     Returns:
-        The streams, x collapsed with ``pre``; and of ``hc`` post, comb and the ``pre`` of the next sublayer.
+        The streams, x collapsed with ``pre``, and computed from ``hc``: post, comb and the next sublayer's ``pre``.
 
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.

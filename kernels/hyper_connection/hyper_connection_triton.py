@@ -22,7 +22,7 @@ class StreamUpdate(NamedTuple):
     """Streams, and the sublayer's output that updates them; all contiguous.
 
     Attributes:
-        y: ``[T, D]``; None: the streams are not updated, and post, comb and new are None too.
+        y: ``[T, D]``, or None to leave the streams as they are; post, comb and new are then None too.
         streams, new: ``[T, M, D]``, before and after the update.
         post, comb: float32 ``[T, M]`` and ``[T, M, M]``.
     """
@@ -321,7 +321,7 @@ def hc_collapse_kernel(args, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr)
     program = tl.program_id(0)
     balancing = tl.num_programs(0) - T
     # these programs take the longest, and so they come first
-    if CONFIG.ITERATIONS > 0:  # noqa: SIM102 - one is a constant, the other a branch
+    if CONFIG.ITERATIONS > 0:  # noqa: SIM102 - first a constexpr, then a runtime branch
         if program < balancing:
             _balance(args, program * CONFIG.TOKENS, T, splits, CONFIG, PDL)
             return

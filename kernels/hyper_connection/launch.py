@@ -94,8 +94,8 @@ def launch(
     """Updates the streams if they come with a sublayer's output, and collapses them.
 
     Args:
-        hc: without iterations that of the end of a model, which has one scale and no post and comb.
-        pre: ``[T, m]``, weights that collapse the streams; the weights that ``hc`` gives are written to ``next_pre``.
+        hc: parameters; with 0 iterations, of the model's head, which has one scale and neither post nor comb.
+        pre: ``[T, m]``, weights that collapse the streams; the weights computed from ``hc`` go to ``next_pre``.
     """
     _check(streams.streams if isinstance(streams, SublayerOutput) else streams, hc, pre)
     update = _update(streams)

@@ -30,7 +30,7 @@ class HyperConnection(NamedTuple):
 
 
 class SublayerInput(NamedTuple):
-    """The residual streams before a sublayer, and what collapsing them gives.
+    """Input of a sublayer: the residual streams, the collapsed stream, and the weights for `hc_post`.
 
     Attributes:
         streams: ``[T, m, D]``.

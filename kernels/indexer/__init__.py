@@ -46,7 +46,7 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
         raw_q: of `query_norm_rope`; index: of `index_query`.
 
     Returns:
-        The result of each, equal to the bit to what either op returns alone.
+        The results of both ops, bit-identical to results from separate calls.
 
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
@@ -56,13 +56,13 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
 
 @contract(when=lambda queries, index: _in_triton(index))
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
-    """`absorb_queries` of a V3.2 layer and `index_query` of its indexer, for the same tokens; few in one launch.
+    """`absorb_queries` of a V3.2 layer and `index_query` of its indexer; for few tokens in one launch.
 
     Args:
         queries: of `kernels.latent.absorb_queries`; index: of `index_query`.
 
     Returns:
-        The result of each, equal to the bit to what either op returns alone.
+        The results of both ops, bit-identical to results from separate calls.
 
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
@@ -111,7 +111,7 @@ def paged_index_scores(
 
     Returns:
         float32 ``[T, width]``. Columns from ``num_visible[t]`` on, and rows without scores, are -inf in plain torch
-        and not written in Triton. A NaN key has a NaN score. A score does not depend on the rest of the batch.
+        and not written in Triton. A NaN key has a NaN score. A token's scores do not depend on the batch.
 
     Raises:
         ValueError: tensors or a record that the kernels do not take.

@@ -73,7 +73,7 @@ def _hopper_heads(p: ScoresProblem, gpu: GPU) -> bool:
 
 @condition
 def _eight_tokens_a_request(p: ScoresProblem, gpu: GPU) -> bool:
-    """The kernel computes eight neighbouring tokens at a time, so requests should have as many."""
+    """Requests have eight tokens or more on average: the kernel computes eight adjacent tokens at a time."""
     return HOPPER_TOKENS * p.requests <= p.tokens
 
 
@@ -191,23 +191,23 @@ class TopkProblem:
 
     @property
     def rows_in_registers(self) -> bool:
-        """Programs that hold as many candidates hold their rows."""
+        """A program has room for every column of its row as a candidate."""
         return self.width <= self.least_capacity
 
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """Tiling of `topk_kernel`, and a constant of it. All but ``max_registers`` are powers of two.
+    """Tiling of `topk_kernel`, a constant of the kernel. All fields except ``max_registers`` are powers of two.
 
-    Each thread reads at least a group of four columns at a time. If there are too many candidates, the best k of them
-    are kept, and a group of each thread must have room beside them: ``k + 4 * 32 * num_warps <= capacity``.
+    Each thread reads at least four columns at a time. When the buffer of candidates is full, it is reduced to the best
+    k. Four columns per thread must still fit beside these: ``k + 4 * 32 * num_warps <= capacity``.
 
     Attributes:
         splits: programs that share a row; tile: columns that a program reads at a time.
         sample: columns that are read first.
-        capacity: candidates that a program can hold; half of them are aimed at. Rows of up to as many columns are not
-            sampled.
-        words: of 32 columns each, that a thread lists at a time; num_warps: of a program; max_registers: per thread.
+        capacity: candidates that a program can hold; the expected number is half. Rows of at most ``capacity`` columns
+            are not sampled.
+        words: words of 32 columns that a thread lists at a time; num_warps: per program; max_registers: per thread.
     """
 
     splits: int
@@ -236,7 +236,7 @@ def long_rows(p: TopkProblem, gpu: GPU) -> TopkConfig:
     target = capacity // 2
     wanted = 32 if target >= 4 * p.k else 64
     sample = max(min(next_power_of_2(wanted * p.width // target), 8192), 128 * warps)
-    # two programs fit a multiprocessor, or one of more registers
+    # a multiprocessor has room for two programs; for only one if its capacity, and so its registers, are larger
     fit = 2 * gpu.multiprocessors if capacity == 2048 else gpu.multiprocessors
     splits = 1
     while 2 * p.tokens * splits <= fit and 2 * splits * 8192 <= p.width and splits < 32:

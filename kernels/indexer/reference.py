@@ -209,9 +209,9 @@ def _limit(scores: Tensor, num_visible: Tensor, blocks: CandidateBlocks) -> Tens
 def _index_select_of_one(
     queries: IndexQueries, keys: PagedIndexKeys, visible: int, k: int, out: Tensor, out_slots: Tensor | None
 ) -> bool:
-    """`index_select` of one token that sees more than ``k`` entries, in half as many operations.
+    """`index_select` of one token that sees more than ``k`` entries, with half the number of torch operations.
 
-    False where `topk_indices` has to settle which entries are selected; then nothing is written.
+    Returns False and writes nothing if the selection needs `topk_indices`.
     """
     slots = _entry_slots(keys, int(keys.token_to_req), visible)
     scores = _scores_of(queries, _gather_keys(keys, slots))

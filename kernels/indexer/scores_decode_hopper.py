@@ -6,9 +6,9 @@ of fewer programs were slower: FP8 keys of 128 requests take 148 us with two sta
 stages and two.
 
 FP8 keys are multiplied from shared memory. FP4 keys are the left factor of a product and come from registers: a thread
-makes the 32 channels of one group, of two keys, FP8. They still pass through shared memory: what a thread loads to its
-registers ahead of time, ptxas loads right before its use. A thread of a tensor core's left factor holds runs of 4
-channels that are 16 apart; queries are stored with their channels in such an order that these are the 32 of a group.
+converts 32 channels, one group, of two keys to FP8. They still pass through shared memory: ptxas moves prefetches
+into registers to right before their use. In a tensor core's left factor a thread holds runs of 4 channels that are 16
+apart; the channels of the queries are reordered so that these runs are the 32 channels of a group.
 """
 
 from __future__ import annotations

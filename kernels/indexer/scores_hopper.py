@@ -34,7 +34,7 @@ TOKENS = gl.constexpr(HOPPER_TOKENS)
 GROUP_TOKENS = gl.constexpr(HOPPER_TOKENS // GROUPS.value)
 PREFETCH = gl.constexpr(3)  # tiles whose copies to shared memory are in flight
 
-# A thread has four sums; the first two belong to the first token. Each lane keeps one of them and receives three more.
+# A thread has four partial sums, the first two of the first token. Each lane adds up a different sum over its quad.
 _SUM_QUAD = gl.constexpr("""
 {
     .reg .b32 lane, bit;

@@ -54,7 +54,7 @@ class IndexQueries(NamedTuple):
 
     Attributes:
         q: ``[T, heads, dim]``, float8_e4m3fn for FP8 and FP4 keys, else the dtype of the projection. For FP4 keys the
-            even channels come first, then the odd channels, because a byte of such keys holds one of each.
+            even channels come first, then the odd channels: a byte of an FP4 key holds an even and an odd channel.
         weights: float32 ``[T, heads]``, every scale of ``q`` included.
         score_dtype: products of queries and keys, products with the weights and their sums are each rounded to it.
     """
@@ -74,8 +74,8 @@ class CandidateBlocks(NamedTuple):
     Attributes:
         size: entries per block.
         kept: int32 ``[T, n]`` blocks of each query in ascending order, then -1.
-        fill: write ``kept``: the ``n`` blocks with the highest scores, the one of the newest visible entry among them;
-            the selection itself is then not limited. Otherwise entries outside ``kept`` are not selected.
+        fill: True: write ``kept``, the block of the newest visible entry and the ``n - 1`` blocks with the highest
+            scores; the selection itself is not limited. False: entries outside ``kept`` are not selected.
     """
 
     size: int

@@ -106,7 +106,7 @@ def combine_topk_swa_indices(
 
     Args:
         topk_indices: ``[T, K >= topk]`` integers, compressed entries local to the request, in any order.
-        query_start_loc: ``[c + 1]`` cumulative query lengths; may be a slice of a longer one, only differences count.
+        query_start_loc: ``[c + 1]`` cumulative query lengths; only differences count, so it may be a slice.
         seq_lens: ``[c]`` tokens of the request after this step.
         gather_lens: ``[c]`` window tokens in the workspace, at least ``query_len + min(prefix_len, window - 1)``.
         window: tokens a query sees, itself included.

@@ -164,7 +164,7 @@ def _entries_tile(
         if paged:  # rows of prefill tokens hold entries, which are gathered before they are read
             entry = _slots(entry, req, table, GROUP.N)
         tl.store(outs.entries + t * GROUP.WIDTH + column, entry.to(tl.int32), mask=column < GROUP.WIDTH)
-        if first == 0:  # one of the programs of a row writes its length
+        if first == 0:  # the first program of a row writes the row's length
             tl.store(outs.lens + t, length.to(tl.int32))
 
 

@@ -1,7 +1,7 @@
 """Norm, RoPE and cache writes of a step's tokens, the compressor, and the norm and RoPE of queries.
 
-``insert_tokens`` is what a V4 layer calls: ``norm_rope_insert`` and ``compress_and_insert`` in one launch. V3.2 layers,
-which keep every token, call ``insert_latents``.
+V4 layers call ``insert_tokens``, which computes ``norm_rope_insert`` and ``compress_and_insert`` in one launch. V3.2
+layers, which cache every token, call ``insert_latents``.
 """
 
 from __future__ import annotations

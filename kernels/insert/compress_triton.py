@@ -230,7 +230,7 @@ def _weighted_sums(rows, lane, part, channel, D: tl.constexpr, CONFIG: tl.conste
             older = offset < CONFIG.POOLED - CONFIG.RATIO
             # with two windows, the older window is pooled from the first half of the channels
             half = tl.where(older, 0, W - D)
-            # a token of this step comes from its projections, an earlier one from the ring, which wraps once
+            # tokens of this step: from the projections; earlier tokens: from the ring, which wraps at most once
             row = rows.ring_row + offset
             row = tl.where(row >= CONFIG.ROWS, row - CONFIG.ROWS, row) * (2 * W)
             value_row = tl.where(new, rows.kv, rows.ring) + (tl.where(new, offset * part.kv_stride, row) + half)

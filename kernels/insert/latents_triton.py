@@ -1,6 +1,6 @@
 """Triton device code of `insert_latents`: one program per row that a token adds to a V3.2 layer.
 
-How a row is summed does not depend on the other rows of the batch.
+The order of a row's sums does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def insert_index_key(t, rows, index, SHAPE: tl.constexpr, ROPE: tl.constexpr, NA
     inside = channel < D
     rotary = channel < ROPE
     second = channel >= HALF
-    # the other channel of a pair belongs to another thread: it is read and normed again
+    # another thread holds the partner channel of a RoPE pair: load and normalise it here once more
     partner = tl.where(second, channel - HALF, channel + HALF)
     # all loads are issued before the first result is needed
     row = index.k + t * index.k_stride

@@ -155,7 +155,7 @@ def empty_scratch(compressors: Sequence[CompressPart], groups: int, device: torc
 
 
 def _part(part: CompressPart, batch: CompressBatch, items: int) -> tuple[PartArguments, PartShape]:
-    """Arguments and constants of a compressor, which is checked."""
+    """Checks a compressor's tensors; returns its runtime arguments and constants for the device code."""
     check_part(part, batch)
     check("kv", part.kv, part.kv.shape, rows=True)
     check("score", part.score, part.score.shape, rows=True)

@@ -1,6 +1,6 @@
 """Triton device code for rows of a step's tokens and for heads of its queries: one program per row or block of heads.
 
-How a row is summed does not depend on the other rows of the batch.
+The order of a row's sums does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def norm_rope_insert_kernel(
     """Grid ``(tokens, 2)``: the key and the query latent of a token."""
     pdl_begin(PDL)  # wait until the previous kernel has written both
     t = tl.program_id(0).to(tl.int64)
-    # a program for each row: neither row's loads wait for the other's sum
+    # one program per row, so that the loads of one row do not wait for the sum of another
     if tl.program_id(1) == 0:
         insert_key(t, key, SHAPE, NATIVE_FP8)
     else:

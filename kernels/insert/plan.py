@@ -99,13 +99,13 @@ class PoolTiles(NamedTuple):
 
 
 class WindowDivision(NamedTuple):
-    """How the windows that close are divided among programs.
+    """Division of the step's complete compression windows among programs.
 
     Attributes:
-        group: consecutive windows of a request that form one group; groups: of the step, at most.
-        items: work items of a group for each compressor: some of its windows, or some channels of its only one.
-        programs: that pool.
-        reuses_ring_rows: ring rows are stored by the programs that pool what they hold.
+        group: consecutive windows of a request that form a group; groups: upper bound of their number in the step.
+        items: work items per group and compressor: each has some windows, or some channels if a group is one window.
+        programs: number of programs that pool windows.
+        reuses_ring_rows: the programs that pool the old content of a ring row also store its new content.
     """
 
     group: int
@@ -120,10 +120,10 @@ class InsertPlan:
     """Launches of `insert_tokens` or a part of it.
 
     Attributes:
-        keys: of `norm_rope_insert_kernel`; None without keys, or where the other launch writes them too.
-        windows: of `compress_kernel`, or of `insert_tokens_kernel` for everything; None without compressors.
-        division: of the windows.
-        pdl, native_fp8: of the GPU.
+        keys: launch of `norm_rope_insert_kernel`; None without keys, or if the ``windows`` launch also writes them.
+        windows: launch of `compress_kernel`, or of `insert_tokens_kernel` for all work; None without compressors.
+        division: of the windows among programs.
+        pdl, native_fp8: features of the GPU.
     """
 
     keys: KernelPlan | None
@@ -164,7 +164,7 @@ WINDOWS = Table(
         Row(ANY, "compress_kernel", SHARED_WINDOWS, PROGRAMS),
     ],
 )
-KEYS = one_kernel(  # as many warps as in a launch with the compressors: a row's sum must not depend on the step
+KEYS = one_kernel(  # same warps as in a launch with compressors: the order of a row's sum must not depend on the step
     "insert.keys",
     "norm_rope_insert_kernel",
     (has("dims") & FEW_TOKENS, RowTiles(POOL_WARPS, early=True)),

@@ -154,7 +154,7 @@ MEASURED_VALUES = "h100_tune_v32.json: latent.project_values"
 VALUES = Table(
     "latent.project_values",
     {"project_values_kernel": half_precision, "cuBLAS": ANY},
-    [  # as many weights in flight as registers hold
+    [  # the registers limit the weights in flight
         Row(one_launch & quantize & ~registers_hold_weights, "project_values_kernel", ValueTiles(128, 128, 0, 8, 2)),
         Row(one_launch & quantize & fp8_weight, "project_values_kernel", ValueTiles(128, 128, 4, 8), MEASURED_VALUES),
         Row(one_launch & fp8_weight, "project_values_kernel", ValueTiles(64, 128, 4, 4)),

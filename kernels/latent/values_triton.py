@@ -43,14 +43,14 @@ class ValueArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueShape:
-    """Constants of `project_values_kernel`: channels of a value and of a latent, and tiles of them and of tokens.
+    """Constants of `project_values_kernel`: channels of a value and of a latent, tiles of channels and of tokens.
 
     Attributes:
         WEIGHT: strides of the weight.
         EARLY: blocks of latent channels whose weights are loaded before the previous kernel has ended.
-        STAGES: of the pipeline of the other blocks.
-        POW2: the FP8 copy has scales that are powers of two.
-        NATIVE_FP8: the GPU converts FP8.
+        STAGES: of the pipeline that loads the later blocks.
+        POW2: scales of the FP8 copy are powers of two.
+        NATIVE_FP8: the GPU has instructions that convert FP8.
     """
 
     V: int

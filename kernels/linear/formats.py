@@ -25,15 +25,15 @@ FP8_GROUPS = (FP8_INPUT_GROUP, 32)  # groups that Triton's kernels support
 
 @dataclass(frozen=True)
 class Segment:
-    """One of several projections of the same input.
+    """A projection among several that share an input.
 
     Attributes:
-        weight: ``[N, K]`` of a float dtype; or float8_e4m3fn; or packed FP4, uint8 ``[N, K / 2]``.
-        scale: float32 ``[ceil(N / group), ceil(K / group)]`` of an FP8 weight, with the group of ``input_format``; e8m0
-            bytes ``[N, K / 32]`` of an FP4 one; None for a plain weight.
-        input_format: how the product of a quantised weight reads its input; its group is 128 or 32, or in plain torch
-            any number.
-        out_dtype: of the output; None means that of the input.
+        weight: ``[N, K]`` of a float dtype or float8_e4m3fn, or packed FP4, uint8 ``[N, K / 2]``.
+        scale: FP8 weight: float32 ``[ceil(N / group), ceil(K / group)]``, with the group of ``input_format``; FP4
+            weight: e8m0 bytes ``[N, K / 32]``; unquantised weight: None.
+        input_format: how the product with a quantised weight quantises its input, in groups of 128 or 32; plain torch
+            takes any group size.
+        out_dtype: of the output; None: the dtype of the input.
     """
 
     weight: Tensor

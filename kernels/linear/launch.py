@@ -52,13 +52,14 @@ class Operands(NamedTuple):
     """Inputs and outputs of one launch of products.
 
     Attributes:
-        x: ``[M, groups * K]``; of the values nothing is read if only ``quantized`` ones are.
+        x: ``[M, groups * K]``; its values are not read if all weights read ``quantized``.
         quantized: x in FP8, ``[M, K]`` or ``[groups, M, K]``, or None.
-        fp8, scales, outs: FP8 weights with their scales and outputs ``[M, N]``; plain, plain_outs: the others.
+        fp8, scales, outs: FP8 weights with their scales and outputs ``[M, N]``.
+        plain, plain_outs: unquantised weights with their outputs ``[M, N]``.
         input_format: of the FP8 weights.
-        output: receives the output of the only weight in FP8 as well, or None.
-        pow2_scales: of inputs and outputs in FP8.
-        groups: diagonal blocks of the only weight.
+        output: buffers for an FP8 copy of the output, if there is one weight; or None.
+        pow2_scales: scales of FP8 inputs and outputs are powers of two.
+        groups: diagonal blocks of the weight, if there is one.
     """
 
     x: Tensor

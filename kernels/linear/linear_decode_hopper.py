@@ -219,7 +219,7 @@ def _multiply_all(jobs, M, x, scales, outs, quantized_output, memory, buffers, T
         else:
             _quantize_input(first, end, scale_row, M, x, buffers, TILING)
         fence_async_shared()  # the threads' writes become visible to the tensor cores
-        barrier()  # the other warps have written their part of the input
+        barrier()  # wait until all warps have written their part of the input
         acc = ()
         for _part in gl.static_range(PARTS):
             acc += (gl.zeros([64, TOKENS], gl.float32, layout=MMA),)

@@ -1,10 +1,10 @@
 """Gluon device code of `linear_hopper_kernel`: products of one input with several weights on Hopper's tensor cores.
 
-A job is a tile of ``ROWS`` rows of a weight by ``TOKENS`` tokens, over all channels or one split of them. One warp
-loads blocks of 128 bytes of channels of both, up to ``STAGES`` ahead, the first ones of the weight before the previous
-kernel has ended. One or two warpgroups multiply: the weight is the left factor, of which tensor cores read 64 rows at
-once. FP8 products have a fresh accumulator for each block, which is added under the block's scales. Factors come from
-shared memory.
+A job is a tile of ``ROWS`` rows of a weight by ``TOKENS`` tokens, over all channels or over a split-K part. One warp
+loads blocks of 128 bytes of channels of weight and input, up to ``STAGES`` ahead. It loads the first blocks of the
+weight before the previous kernel has ended. One or two warpgroups multiply from shared memory. The weight is the left
+factor: tensor cores read 64 of its rows at once. FP8 products have a fresh accumulator for each block, which is scaled
+and added to the sum.
 
 Tried on an H200, 128 tokens: keeping the input in shared memory in programs that iterate over tiles of 64 rows of
 ``wq_b``, 21.3 us instead of 20.0; without loading the input at all 19.5; without adding the products 16.6.

@@ -95,7 +95,7 @@ class HopperMemory(NamedTuple):
 
 
 class QuantizedOutput(NamedTuple):
-    """FP8 output, scales ``[N / 128, M]`` and the stride of their rows; q is None without an FP8 output."""
+    """FP8 output, scales ``[N / 128, M]`` and the stride of their rows; q is None if there is no such output."""
 
     q: Any
     scale: Any
@@ -140,8 +140,8 @@ def _release(buffers, n, TILING: gl.constexpr):
 def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """Sum of the scaled products of FP8 blocks ``first`` to ``end``: a tuple of accumulators of 64 rows.
 
-    Products come in pairs (two blocks, or two halves): one runs while the other is added. ptxas overlaps them only
-    within an iteration of the loop; across iterations it would wait for each product separately.
+    Products come in pairs (two blocks, or two halves): the second runs while the first is added. ptxas overlaps them
+    only within an iteration of the loop; across iterations it would wait for each product separately.
     """
     TOKENS: gl.constexpr = TILING.PART_TOKENS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])

@@ -54,7 +54,7 @@ class WeightFormat:
     Attributes:
         TILES: of which weights; ROWS, CHANNELS: of a block that a program reads at once.
         FP8: weights are FP8 with a scale per ``CHANNELS`` rows and channels.
-        INPUT: "plain", FP8 as "quantized" by a launch before, or "quantize" where programs do it as they read.
+        INPUT: "plain"; "quantized": FP8 from an earlier launch; "quantize": programs quantise as they read.
         DTYPE, PARTS, PRECISION: as in `DotFormat`, ``DTYPE`` as Triton names it.
     """
 
@@ -304,7 +304,7 @@ def multi_linear_kernel(
     if PLAIN_TILES == 0 or (TILES > 0 and job < JOBS):
         _program(job, m_tile, m_tiles, M, inputs, weights, scales, outs, scratch.fp8, scratch.counters, CONSTANTS, FP8)
     else:
-        # counters of plain tiles follow those of FP8 ones
+        # counters of unquantised tiles follow the counters of FP8 tiles
         _program(
             job - JOBS, m_tile, m_tiles, M, inputs, plain_weights, plain_outs, plain_outs, scratch.plain,
             scratch.counters + TILES * m_tiles, CONSTANTS, PLAIN,

@@ -1,9 +1,10 @@
 """Plans of linear layers: which kernels compute the projections of one input, and in which tiles.
 
-An op first quantises its input, unless programs do that as they read it. Each weight then goes to cuBLAS where that is
-faster; all others share launches. A block-diagonal weight (`LinearProblem.groups`) has a launch of its own.
+An op first quantises its input, unless its programs quantise as they read. cuBLAS multiplies the weights for which it
+is faster; the remaining weights share launches. A block-diagonal weight (`LinearProblem.groups`) has a separate launch.
 
-Rows are timed in whole layers where their source says so: a kernel that is faster alone can delay the next launch.
+Sources of rows name timings of whole layers where there are any: a kernel that is faster alone can delay the next
+launch.
 """
 
 from __future__ import annotations
@@ -292,9 +293,10 @@ def tiles_of_all_channels(problem: LinearProblem, gpu: GPU) -> LinearTiles:
 
 
 def tiles_read_early(problem: LinearProblem, gpu: GPU) -> LinearTiles:
-    """Four blocks are read before the input is there; more takes registers, and so room from other programs.
+    """Four blocks of the weight are read before the previous kernel has written the input.
 
-    From 8192 channels on half as many programs, which leave the launch before more room.
+    More blocks would take registers, so that fewer programs would be resident. From 8192 channels on, half the number
+    of programs leaves more resources to the previous launch.
     """
     tiles, K = cdiv(problem.rows + problem.plain_rows, 64), problem.channels
     splits = _splits(4 * gpu.multiprocessors, tiles, K // 512)
@@ -408,12 +410,12 @@ def adjacent_runs(problem: LinearProblem) -> list[tuple[int, ...]]:
 
 
 def _launches(weights: Sequence[LinearWeight], left: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Packs weights into as few launches as the kernels allow.
+    """Packs weights into the fewest launches that the kernels allow.
 
-    A launch has FP8 weights of one kind and plain weights of one kind, where a kind is all that the compiled kernel
-    depends on: the dtypes of weight and output, and how the input is read. So everything that projects the input of a
-    layer is one launch: query latent and key in FP8, with compressors and index weights in bfloat16. Each kind of FP8
-    weights is paired with one of plain weights, in order; a kind left over has a separate launch.
+    A launch has FP8 weights of one kind and unquantised weights of one kind. Weights are of a kind if the same compiled
+    kernel serves them: same dtypes of weight and output, same way to read the input. So all projections of a layer's
+    input are one launch: query latent and key in FP8, with compressors and index weights in bfloat16. The first FP8
+    kind is paired with the first unquantised kind, and so on; a kind without a partner has a separate launch.
     """
     kinds: tuple[dict, dict] = {}, {}
     for i in left:

@@ -33,7 +33,7 @@ class LinearWeight(NamedTuple):
 
     @property
     def reads_fp8_once(self) -> bool:
-        """A launch before may quantise its input; for groups of 32, programs always quantise what they read."""
+        """An earlier launch may quantise the input. False for groups of 32: kernels quantise these as they read."""
         return self.input_format is not None and self.input_format.fp8 and self.input_format.group == FP8_INPUT_GROUP
 
 
@@ -42,14 +42,14 @@ class LinearProblem:
     """Projections of one input.
 
     Attributes:
-        tokens, channels: of the input; with groups, the channels of one of them.
+        tokens, channels: of the input; with groups, the channels of a single group.
         dtype: of the input.
-        weights: FP8 and plain ones in any order; one FP8 weight if there are groups.
+        weights: FP8 and unquantised weights in any order; one FP8 weight if there are groups.
         groups: diagonal blocks of the weight.
-        rotated: the input is rotated back before the product (inverse RoPE).
+        rotated: inverse RoPE is applied to the input before the product.
         quantized: the caller has quantised the input, for weights with `LinearWeight.reads_fp8_once`.
-        aligned, quantized_aligned: address and rows of the input, or of its FP8 values, are multiples of 16 bytes.
-        quantize_output: the output of the only weight is wanted as FP8 too, where that needs no further launch.
+        aligned, quantized_aligned: address and row stride of the input, or of its FP8 copy, are multiples of 16 bytes.
+        quantize_output: also return the output in FP8 if that needs no further launch; for one weight.
         batch_invariant: sums of a token do not depend on the number of tokens.
     """
 
@@ -211,15 +211,15 @@ class DotFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """One launch, or a product of cuBLAS.
+    """One launch, or one product of cuBLAS.
 
     Attributes:
-        weights: places of its weights in the problem, FP8 ones first; adjacent ones of cuBLAS are one product.
-        token_tiles: tiles that the tokens take.
-        fp8, plain: tiles of the weights of each kind; none for cuBLAS.
-        quantized: FP8 inputs are quantised before the launch.
-        quantizes_output: it writes the output as FP8 too.
-        dots: of FP8 and of plain weights, for `multi_linear_kernel`.
+        weights: indices into the problem's weights, FP8 weights first; cuBLAS multiplies adjacent weights as one.
+        token_tiles: number of token tiles.
+        fp8, plain: tiles of the FP8 and of the unquantised weights; none for cuBLAS.
+        quantized: an earlier launch quantises the inputs of FP8 weights.
+        quantizes_output: the launch also writes the output in FP8.
+        dots: of FP8 and of unquantised weights, for `multi_linear_kernel`.
     """
 
     choice: Choice
@@ -239,13 +239,13 @@ class ProductPlan:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Launches of an op in order.
+    """Launches of an op, in execution order.
 
     Attributes:
-        input: of the launch that quantises the input, or rotates it without FP8 values; None: there is none.
-        quantizes: it quantises.
-        products: what follows.
-        gpu: that the plan was made for.
+        input: plan of the launch that prepares the input: quantises it, or only applies inverse RoPE. None: no launch.
+        quantizes: the ``input`` launch quantises.
+        products: launches of the products.
+        gpu: target of the plan.
     """
 
     input: KernelPlan | None

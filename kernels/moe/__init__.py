@@ -76,7 +76,7 @@ def moe_experts(
 
     Args:
         x: ``[T, D]`` float32, bfloat16 or float16.
-        experts: ids ``[T, k]`` in 0 .. E - 1, or -1 for an expert of another rank, which adds nothing.
+        experts: ids ``[T, k]`` in 0 .. E - 1, or -1 for an expert of another rank, which contributes 0.
         weights: float32 ``[T, k]``.
         w1, w3: stacks of ``[E, I, D]``; w2: of ``[E, D, I]``. All have one format.
         limit: clamp of `swiglu`, 0 for none.
@@ -102,7 +102,7 @@ def moe_experts(
         products of a block of 128 channels are summed as the tensor cores do: on compute capability 9.0 with about 14
         bits. There, FP4 weights with exponents of rows become FP8, exactly, if x has 16 bits and an FP8 input, and the
         number of tokens is large enough for this to be faster. Such a sum may move an intermediate result to the next
-        FP8 value: outputs differ from those of exact sums by 0.4 to 0.6 % of the norm (H200).
+        FP8 value: outputs differ from results of exact sums by 0.4 to 0.6 % of the norm (H200).
     """
     if runs_triton(x) and input_format.group in FP8_GROUPS:
         from deepseek_attn.kernels.moe.launch import moe_experts as op
@@ -113,26 +113,26 @@ def moe_experts(
 
 @contract(tensor="row")
 def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None) -> ExpertSlots:
-    """Copies experts of a layer that the device lacks from host memory; returns the row of each.
+    """Copies the needed experts that the device lacks from host memory; returns the row of each expert.
 
-    Which experts are copied follows from data on the device: the host does not wait, and CUDA graphs may hold the call.
+    The device chooses the experts to copy, so the host does not wait, and CUDA graphs can capture the call.
 
     Args:
         cache: of the layer. ``row``, ``owner``, ``uses`` and ``totals`` are updated; ``found``, ``moves`` and
             ``num_moves`` are written.
         experts: contiguous ids ``[T, k]`` of the layer's next `moe_experts`, -1 for experts of other ranks; only these
-            are copied. They replace the cached experts that are used least, of those that these tokens do not need:
-            rows without an expert first, then the smallest ``uses``, of equal ones the lower id. If more are needed
-            than the layer has rows, the rest goes to the rows from ``staged`` on, in order of their ids.
-        stream: runs the copies, of w1 and w3 first: the call's other launches, and its first product, do not wait for
-            w2. None: copies run in order. CUDA only.
+            are copied. They evict cached experts that these tokens do not need: empty rows are filled first, then the
+            experts with the smallest ``uses`` are evicted, at equal counts the lower id. Experts for which the layer
+            has no row left go to the rows from ``staged`` on, in order of their ids.
+        stream: runs the copies, w1 and w3 first, so that the first product does not wait for w2. None: the copies run
+            on the current stream. CUDA only.
 
     Returns:
-        for `moe_experts`; ``rows`` is ``cache.found``, of experts that are not needed without a meaning.
+        Slots for `moe_experts`. ``rows`` is ``cache.found``; its values are undefined for experts that are not needed.
 
     Notes:
-        Each call takes a 64th off every count of use and adds 4096 for each token that chose the expert, 255 of them
-        at most. The same calls leave the same rows, on every device.
+        Each call reduces every use count by a 64th and adds 4096 per token that chose the expert, for up to 255 tokens.
+        The same sequence of calls yields the same rows on every device.
 
     Raises:
         ValueError: experts that are not integers, or tensors of the cache that do not fit.

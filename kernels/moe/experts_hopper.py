@@ -1,10 +1,10 @@
 """Gluon device code: products of routed rows with FP4 or FP8 experts on Hopper's FP8 tensor cores.
 
 A job is a block of 64, 128 or 192 weight rows of an expert by a tile of rows that are routed to it. Two warps load
-blocks of 128 channels: one of the weight, one of the rows. For small tiles a stage has a pair of them, so that 128
-bytes of a weight row are read at a time, and one block is converted while the other is multiplied. One to three
-warpgroups multiply 64 weight rows each. The weight is the left factor and comes from registers: FP4 weights become FP8
-on the way. Each block of channels has a fresh accumulator, which is added under its scales.
+blocks of 128 channels: the first warp the weight, the second warp the rows. For small tiles a stage has two blocks, so
+that 128 bytes of a weight row are read at a time, and a block is converted while the previous block is multiplied. One
+to three warpgroups multiply 64 weight rows each. The weight is the left factor and comes from registers: FP4 weights
+are converted to FP8 there. Each block of channels has a fresh accumulator, which is scaled and added to the sum.
 
 A thread of a tensor core's left factor holds runs of 4 channels that are 16 apart. Rows are stored with the channels of
 a block reordered (`prepare_rows_kernel`), so that these are 32 consecutive channels of the weight, which share a scale.
@@ -235,7 +235,7 @@ def _sum_blocks(
 def _sum_pairs(exponent, ring, buffers, SIZE: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """Sums over all channels where a stage has two blocks of an FP4 weight: (sums ``[64, SIZE]``, the ring after them).
 
-    One block is converted while the other is multiplied.
+    A block is converted while the previous block is multiplied.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 32])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
@@ -318,7 +318,7 @@ def _multiply_all(tiles, scales, output, buffers, WARPGROUP: gl.constexpr, TILIN
     SIZES: gl.constexpr = TILING.SIZES
     BLOCKS: gl.constexpr = TILING.ROW_BLOCKS
     if TILING.WAIT:
-        gdc_wait()  # until the previous launch has written the tiles
+        gdc_wait()  # wait until the previous launch has written the tiles
     jobs = gl.load(tiles.count) * BLOCKS
     zero = jobs * 0
     job = gl.program_id(0)

@@ -66,9 +66,9 @@ def tile_of(tiles, job, TILING: gl.constexpr):
 
 @gluon.jit
 def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING: gl.constexpr):
-    """Loads the weight blocks of all jobs of this program in order. The launch before need not be done.
+    """Loads the weight blocks of all jobs of this program in order; the previous launch may still write rows of x.
 
-    Weights are complete by then, but those that `copy_experts_kernel` writes: they are waited for here.
+    With ``WAIT``, first waits for earlier launches, which write the tiles or the weights (`copy_experts_kernel`).
     """
     STAGES: gl.constexpr = TILING.STAGES
     BLOCKS: gl.constexpr = TILING.CHANNELS // 128
@@ -77,7 +77,7 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
     HEIGHT: gl.constexpr = TILING.WARPGROUPS * 64
     ROWS: gl.constexpr = HEIGHT // BOXES // (2 if TILING.GATED else 1)
     if TILING.WAIT:
-        gdc_wait()  # until the launches before have written tiles and weights
+        gdc_wait()  # wait until earlier launches have written tiles and weights
     jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
     n = jobs * 0
     slot = n + 1

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from deepseek_attn.kernels.common.fp4_hopper import as_fp8, fp4_to_fp8
 from deepseek_attn.kernels.common.gluon import reinterpret
 
-TOP = gl.constexpr(6)  # an FP4 row's largest scale becomes this power of two, and the rest multiplies the row's sum
+TOP = gl.constexpr(6)  # exponent of an FP4 row's largest scale in FP8; the remaining factor multiplies the row's sum
 
 
 @gluon.constexpr_function

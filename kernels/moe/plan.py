@@ -124,7 +124,7 @@ PRODUCTS = Table(
 )  # fmt: skip
 
 
-SHARED_KIB = (200, 101, 66)  # for stages where a multiprocessor has 1, 2, 3 programs; outputs change layout in the rest
+SHARED_KIB = (200, 101, 66)  # for stages, at 1, 2, 3 programs per multiprocessor; the remainder stages outputs
 
 
 def hopper_product(
@@ -167,8 +167,8 @@ def hopper_product(
     )
     weight_rows = stack_rows // groups if blocks == 1 else stack_rows
     programs = gpu.multiprocessors * tiles.programs
-    # programs take whole multiprocessors, and jobs are divided before they start: one that found no room beside a
-    # program that copies would start its jobs when the copies end
+    # A program takes a whole multiprocessor, and its jobs are fixed at launch. Without free multiprocessors beside
+    # the copying programs, some programs would start only when the copies end.
     programs -= LEFT_TO_COPIES if gated and problem.beside_copies else 0
     return HopperProduct(tiling, weight_rows, weight_bytes, programs, registers)
 

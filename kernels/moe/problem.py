@@ -148,9 +148,9 @@ class HopperExpertTiling:
         OVERLAP: two parts are multiplied at once, which takes registers.
         SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
         ROW_BLOCKS: jobs of a tile.
-        WARPGROUPS: that multiply.
-        WAIT: a launch that may still run wrote tiles or weights; otherwise the previous one wrote rows of x alone.
-        CHANNELS: of a stage, 128 or 256: 256 of FP4 only, and with one part only.
+        WARPGROUPS: number of warpgroups that multiply.
+        WAIT: the previous launch, which may still run, writes tiles or weights. Otherwise it writes only rows of x.
+        CHANNELS: per stage, 128 or 256; 256 for FP4 in one part only.
         BOX: routed rows that are loaded at once.
         REGISTERS: of a thread of the warpgroups after the first; LOADERS: of the two warps that load.
     """
@@ -208,17 +208,19 @@ class ValuesProblem:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """Launches of one pass of `moe_experts`, in order.
+    """Kernels of one pass of `moe_experts`, in execution order.
 
     Attributes:
-        grouping: pairs by expert; `grouped_product_kernel` where it groups them itself. `prepare_decode_rows_kernel`
-            also quantises the tokens.
-        inputs: converts the tokens; None where the launch before does, or the product reads them as they are.
-        product: kernel and tiles of both products, of w1 and w3, and of w2.
-        hidden: converts the results of the first product; None: the second reads them as they are.
-        combine: sums up the outputs of each token's pairs.
-        factors: of the products; hopper: their launches of `experts_hopper_kernel`, or none.
-        native_fp8, pdl: of the GPU.
+        grouping: sorts (token, expert) pairs by expert; `grouped_product_kernel` if the products do that themselves.
+            `prepare_decode_rows_kernel` also quantises the tokens.
+        inputs: converts the tokens to the format of the first product. None: no launch, because ``grouping`` converts
+            them or the product reads them unconverted.
+        product: kernel and tiles of both products, first with w1 and w3, then with w2.
+        hidden: converts the result of the first product for the second. None: no launch; it is read unconverted.
+        combine: sums the outputs of each token's experts.
+        factors: formats of the products' factors.
+        hopper: both launches of `experts_hopper_kernel`; empty for other kernels.
+        native_fp8, pdl: features of the GPU.
     """
 
     grouping: Choice

@@ -142,7 +142,7 @@ RunExperts = Callable[[Sequence[Tensor], list[int], Tensor], Tensor]
 
 
 class Pair(NamedTuple):
-    """A token and one of its experts."""
+    """A token and an expert that it is routed to."""
 
     expert: int
     token: int

@@ -3,7 +3,7 @@
     partial sums -- summed --> logits -- score --> scores -- + bias, kept groups, largest first --> experts
                                                      +------ of the chosen, normalised, times factor --> weights
 
-A warp selects for one token. `float32_product` computes the partial sums in the launch before.
+A warp selects for one token. `float32_product` computes the partial sums in an earlier launch.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class RouterConfig:
     """Constants of `moe_select_kernel`.
 
     Attributes:
-        E, TOPK: experts, and those of a token; E_PADDED, TOPK_PADDED: powers of two from them on.
+        E, TOPK: experts in all and per token; E_PADDED, TOPK_PADDED: both rounded up to a power of two.
         SPLITS, INNER: see `summed`.
-        SCORE: ``sqrtsoftplus``, ``sigmoid`` or ``softmax``; NORMALIZE: weights are divided by their sum.
+        SCORE: ``sqrtsoftplus``, ``sigmoid`` or ``softmax``; NORMALIZE: divide weights by their sum.
         GROUPS, KEPT: see `ExpertGroups`.
     """
 

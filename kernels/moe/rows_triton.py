@@ -98,7 +98,7 @@ def place_rows_kernel(
     gdc_launch_dependents()
     pair_expert = tl.load(routing.experts + pair, mask=pair < pairs, other=-1).to(tl.int32)
     weight = tl.load(routing.weights + pair, mask=pair < pairs, other=0)
-    # pairs of each expert: all, and those of earlier chunks
+    # number of pairs per expert: in all chunks, and in earlier chunks
     count = tl.zeros((E_PADDED,), tl.int32)
     earlier = tl.zeros((E_PADDED,), tl.int32)
     # num_stages: both loops load the data of later rounds ahead

@@ -82,10 +82,10 @@ class ExpertSlots(NamedTuple):
 
 
 class HostExperts(NamedTuple):
-    """Routed experts of one layer in pinned host memory, of which the device holds some.
+    """Routed experts of one layer in pinned host memory; the device caches some of them.
 
-    Stacks on the device have rows of one expert each, which several layers share. ``owner`` names the rows that cache
-    this layer's experts from call to call; the rows from ``staged`` on hold experts until the layer's products alone.
+    A row of the device's stacks holds one expert; several layers share the stacks. The rows of ``owner`` cache experts
+    of this layer from call to call. The rows from ``staged`` on hold experts for the layer's next products only.
 
     Attributes:
         host: stacks w1, w3 and w2 of all E experts.
@@ -95,9 +95,9 @@ class HostExperts(NamedTuple):
         uses: int32 ``[E]``, counts of use that decay; see `fetch_experts`.
         first, staged: rows; at least E - S rows follow ``staged``.
         found: int32 ``[E]``, written by `fetch_experts`: the row of each expert that the products may read.
-        moves: int32 ``[2, E]``, written: experts that are copied, and the rows that they are copied to.
-        num_moves: int32 ``[1]``, written: their number.
-        totals: int64 ``[2]``: experts that all calls with a routing needed, and those of them that were copied.
+        moves: int32 ``[2, E]``, written by `fetch_experts`: the copied experts, and the row of each.
+        num_moves: int32 ``[1]``, written by `fetch_experts`: the number of copied experts.
+        totals: int64 ``[2]``, over all calls with a routing: experts needed, and experts copied.
         gates, outputs: `copied_parts` of w1 and w3, and of w2.
     """
 
