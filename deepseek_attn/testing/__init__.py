@@ -1,4 +1,4 @@
-"""To test attention layers: random layers over poisoned caches, a reference that can be read, errors and tolerances.
+"""Tools to test attention layers: random layers over poisoned caches, a readable reference, errors and tolerances.
 
     from deepseek_attn.testing import RandomLayer
     layer = RandomLayer("tiny", 1)
@@ -6,8 +6,8 @@
     layer.run([request], [100, 1, 7])  # in steps of 100, 1, 7, 7, ... tokens
     layer.check(request)  # every query against float64, without any cache
 
-`fixtures` has the same for pytest, `transformers_layer` the layers of transformers. ``python -m deepseek_attn.testing``
-compares them on this machine.
+`fixtures` has pytest fixtures for the same, and `transformers_layer` the layers of transformers. ``python -m
+deepseek_attn.testing`` compares the library with transformers on this machine.
 """
 
 from deepseek_attn.testing.errors import relative_error, tolerance

@@ -1,4 +1,4 @@
-"""How far results are from a reference, and how far they may be."""
+"""Errors of results relative to a reference, and the tolerances for them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 from deepseek_attn.config.numerics import Numerics
 
-# of one attention layer, relative: each linear, norm and rotation rounds its result
+# relative error of one attention layer: each linear, norm and rotation rounds its result
 BY_DTYPE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 QUANTIZED_CACHE = 5e-2  # values rounded to e4m3
-QUANTIZED_INPUTS = 2.5e-1  # and the inputs of each linear as well, 2.7e-2 each: the worst of thousands of rows 2e-1
+QUANTIZED_INPUTS = 2.5e-1  # inputs of each linear are rounded too (2.7e-2 each): worst of thousands of rows 2e-1
 HEAD_TO_ROW = 2.0  # ratio of a head's error to a row's: a row averages over heads
 QUANTIZED_INDEX = {"fp8": 2e-1, "fp4": 5e-1}  # allowed error of an index score by the format of index keys
 

@@ -6,7 +6,7 @@
     golden.compare(fixture, outputs)
 
 `compare` names the first op that differs. A fixture is computed in plain torch on the CPU from a config, a seed-free
-rule for weights and inputs (`golden_source.uniform`), and the library's reference ops; files are `Golden.save`'s.
+rule for weights and inputs (`golden_source.uniform`), and the library's reference ops. `Golden.save` writes its file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FORMAT = "1"
 
 
 class _Case(NamedTuple):
-    """A fixture: the model, the layers and tokens of it, and what is recorded."""
+    """Definition of a fixture: the model, its layers and tokens, and the recorded ops."""
 
     family: str
     kind: str
@@ -83,11 +83,11 @@ class Golden:
     """Inputs of a part of a small model, and the results of its ops.
 
     Attributes:
-        name: of the fixture; about: what it is.
+        name: of the fixture; about: its description.
         config: decoded ``config.json`` of the model.
-        layers: layers whose parts are computed; empty: all.
-        inputs: by name, tensors. Hidden states are bfloat16.
-        results: by numerics and name, results of the ops in the order of the computation.
+        layers: numbers of the computed layers; empty: all.
+        inputs: tensors by name. Hidden states are bfloat16.
+        results: results of the ops by numerics and name, in the order of the computation.
         rows: results that have a row for each token hold the last ``rows`` of them; inputs of attention in a whole
             model hold all, since a sublayer is compared on its recorded input.
         version: of the library that computed it.
@@ -133,7 +133,7 @@ class Golden:
         return out
 
     def save(self, path: str | Path) -> None:
-        """Writes a safetensors file: ``input.NAME`` and ``NUMERICS.OP``; the rest is JSON in its metadata."""
+        """Writes a safetensors file: tensors ``input.NAME`` and ``NUMERICS.OP``, with other fields as JSON metadata."""
         tensors = {f"input.{name}": tensor for name, tensor in self.inputs.items()}
         for numerics, ops in self.results.items():
             tensors |= {f"{numerics}.{name}": tensor for name, tensor in ops.items()}
@@ -146,7 +146,7 @@ class Golden:
         write_tensors(Path(path), tensors, {"golden": json.dumps(facts)})
 
     def tolerance(self, op: str, numerics: str) -> float:
-        """How far an op may be off: relative error of a row; of bytes and numbers, the share that differs."""
+        """Tolerance of an op: relative error of a row, or for bytes and integers the fraction that may differ."""
         return tolerance(self.kind, op, numerics, self.results[numerics][op])
 
 
@@ -186,7 +186,7 @@ def read_outputs(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, by name of op; ValueError if it cannot be read."""
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is not a mapping)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{str(path)!r} is no safetensors file that can be read: {error}") from None
 
@@ -200,20 +200,20 @@ def compare(
     """Compares an implementation's results with the golden ones, op by op in the order of the computation.
 
     Args:
-        golden: a fixture, or what `load` takes.
-        outputs: results by name of op, any of ``golden.ops``; of all tokens, or of the last ``golden.rows``.
-        numerics: ``float32``; ``official``: bfloat16 with DeepSeek's quantised inputs and caches; or, of whole models,
+        golden: a fixture, or an argument of `load`.
+        outputs: results by name of op, any of ``golden.ops``, for all tokens or for the last ``golden.rows``.
+        numerics: ``float32``; ``official``: bfloat16 with DeepSeek's quantised inputs and caches; or, for whole models,
             ``official_float32``: these quantisers and float32 between them. In the last two a sublayer of a whole model
-            is compared on its recorded input (``attn_input``, ``ffn_input``), since codes that differ grow from layer
-            to layer.
-        tolerances: by op, instead of `Golden.tolerance`; 0: equal to the bit.
+            is compared on its recorded input (``attn_input``, ``ffn_input``), since differences of quantised values
+                grow from layer to layer.
+        tolerances: by op, instead of `Golden.tolerance`; 0: bitwise equal.
 
     Returns:
-        The results of all ops, none of which differs.
+        The results of all ops; every op agrees within its tolerance.
 
     Raises:
         GoldenMismatch: names the first op that differs, with the place and size of its largest difference.
-        ValueError: unknown ops, none, or shapes that do not fit.
+        ValueError: unknown ops, no ops, or wrong shapes.
     """
     results = differences(golden, outputs, numerics, tolerances)
     if not all(result.passed for result in results):
@@ -227,7 +227,7 @@ def differences(
     numerics: str = "float32",
     tolerances: Mapping[str, float] | None = None,
 ) -> list[OpResult]:
-    """`compare` without an error for results that differ."""
+    """Like `compare`, but differing results raise no error."""
     golden = golden if isinstance(golden, Golden) else load(golden)
     if numerics not in golden.results:
         raise ValueError(f"numerics {numerics!r}: {golden.name} has {', '.join(golden.results)}")
@@ -271,7 +271,7 @@ def write(directory: str | Path, chosen: Sequence[str] = ()) -> list[Path]:
 
 
 def of_checkpoint(config: AnyConfig, source: Any, layer: int, tokens: int = 40, rows: int = 8) -> Golden:
-    """A fixture of one attention layer of any checkpoint, for instance of a crop; V4.1: with the layers it reads.
+    """A fixture of one attention layer of any checkpoint, for instance a crop; V4.1: with the layers it reads from.
 
     Raises:
         ValueError: a layer that the model does not have, or tensors that do not fit.
@@ -323,7 +323,7 @@ def _record(name: str, case: _Case, config: AnyConfig, source: Any) -> Golden:
 
 
 def _last_rows(ops: Ops, case: _Case) -> Ops:
-    """Results with a row for each token, cut to their last rows; draft logits have a token less."""
+    """Cuts results with one row per token to their last rows; draft logits have one row less."""
     out = {}
     for op, result in ops.items():
         per_token = len(result) in (case.tokens, case.tokens - 1)

@@ -1,4 +1,4 @@
-"""Results of ops beside golden ones: what each op is, how far it may be off, and where it differs most."""
+"""Compares results of ops with golden results: description and tolerance of each op, and its largest difference."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from deepseek_attn.testing.errors import BY_DTYPE, QUANTIZED_CACHE, QUANTIZED_INPUTS
 
 MODEL_TOLERANCES = {
-    "float32": 1e-4,  # behind several layers, each of which adds its roundings
-    "official_float32": 2.5e-2,  # of a row, one of whose values is next to a boundary between two codes; most have 1e-6
-    "official": 1.25e-1,  # roundings to bfloat16 exchange many codes: 6e-2 is measured
+    "float32": 1e-4,  # rounding errors of several layers add up
+    "official_float32": 2.5e-2,  # a row with a value near a rounding boundary; 1e-6 for most rows
+    "official": 1.25e-1,  # bfloat16 rounding changes many quantised values: 6e-2 is measured
 }
-# share of rows whose set of numbers may differ, by near ties
+# fraction of rows whose selection may differ because of near ties
 SELECTED = {"float32": 0.0, "official": 0.1, "official_float32": 0.1}
-MODEL_SELECTED = 0.5  # of whole models in bfloat16: of keys and queries in FP4
-BYTES = 0.05  # share of bytes of a cache that may differ: values next to a boundary between two codes
+MODEL_SELECTED = 0.5  # whole models in bfloat16, with keys and queries in FP4
+BYTES = 0.05  # fraction of cache bytes that may differ: values near a rounding boundary
 
 # A line for each op, by the last part of its name.
 OPS = {
@@ -57,15 +57,15 @@ OPS = {
 
 
 def about(op: str) -> str:
-    """What an op is, in words."""
+    """Description of an op."""
     return next((text for name, text in OPS.items() if op == name or op.endswith(f".{name}")), "")
 
 
 def tolerance(kind: str, op: str, numerics: str, expected: Tensor) -> float:
-    """How far an op may be off: relative error of a row; of bytes and numbers, the share that differs.
+    """Tolerance of an op: relative error of a row, or for bytes and integers the fraction that may differ.
 
     Args:
-        kind: of the fixture. A sublayer of a whole model is given its recorded input in quantised numerics.
+        kind: of the fixture. In quantised numerics a sublayer of a whole model is computed on its recorded input.
     """
     if op.endswith("selected"):
         return MODEL_SELECTED if (kind, numerics) == ("model", "official") else SELECTED[numerics]
@@ -83,10 +83,10 @@ def tolerance(kind: str, op: str, numerics: str, expected: Tensor) -> float:
 
 
 class OpResult(NamedTuple):
-    """An op beside its golden result.
+    """Comparison of an op with its golden result.
 
     Attributes:
-        op: its name; difference, tolerance: relative error of the worst row, or share of what differs.
+        op: its name; difference, tolerance: relative error of the worst row, or fraction of differing values.
         place: index of the largest difference in the golden tensor; None where nothing differs.
         expected, got: the two values there.
     """
@@ -112,7 +112,7 @@ class OpResult(NamedTuple):
 
 
 class GoldenMismatch(AssertionError):
-    """Results of another implementation are not the golden ones; ``first`` is the first op that differs.
+    """Results of another implementation differ from the golden ones; ``first`` is the first op that differs.
 
     Attributes:
         results: all ops that were compared, in order.

@@ -1,4 +1,4 @@
-"""Records what the ops of layers and models compute, in the order in which they compute it."""
+"""Records the results of the ops of layers and models, in the order of the computation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_runner(config: AnyConfig, source: CheckpointSource, numerics: str, toke
 
 
 class _RecordingImpl:
-    """Takes the place of an impl: keeps its queries and its results."""
+    """Wraps an impl and records its queries and results."""
 
     def __init__(self, impl: type[SparseMLAAttentionImpl], ops: Ops, prefix: str):
         self.impl, self.ops, self.prefix = impl, ops, prefix
@@ -74,7 +74,7 @@ class _RecordingImpl:
 
 @contextmanager
 def _recorded(attention: Any, ops: Ops, prefix: str) -> Iterator[None]:
-    """Keeps what an attention layer computes between its caches and its output."""
+    """Context that records an attention layer's latents, keys, queries and attended values."""
     insert, queries, impl = attention.insert, attention.queries, attention.impl
 
     def recorded_insert(*args: Any) -> Any:
@@ -104,7 +104,7 @@ def _recorded(attention: Any, ops: Ops, prefix: str) -> Iterator[None]:
 def record_attention(
     config: AnyConfig, source: CheckpointSource, numerics: str, layers: Sequence[int], x: Tensor
 ) -> Ops:
-    """Attention layers over one prompt: ``x [T, hidden_size]``, or ``[layers, T, hidden_size]`` of several."""
+    """Runs attention layers over one prompt: ``x [T, hidden_size]``, or one per layer ``[layers, T, hidden_size]``."""
     tokens = x.shape[-2]
     runner = make_runner(config, source, numerics, tokens, layers=layers, attention_only=True)
     session = LayerSession(runner)
@@ -161,14 +161,14 @@ def _add_layer(out: Ops, ops: Ops, prefix: str, session: LayerSession, sequence:
 
 
 def slots_of(runner: ModelRunner, cache: SequenceCache, pool: Pool, entries: range) -> Tensor:
-    """Slots of entries of a sequence in a pool, int64."""
+    """Slots in a pool of a sequence's entries, int64."""
     table = runner.manager.block_table([cache], pool.spec.group)[0].long()
     entry = torch.tensor(list(entries), dtype=torch.int64, device="cpu")
     return table[entry // pool.entries] * pool.entries + entry % pool.entries
 
 
 def _add_bytes(out: Ops, name: str, pool: Pool, slots: Tensor) -> None:
-    """Bytes of entries, uint8 ``[entries, bytes]``: of each its values, then its scales. Plain rows have none."""
+    """Bytes of entries, uint8 ``[entries, bytes]``: values, then scales of each entry. Plain rows have no scales."""
     if pool.record.name == "plain":
         return
     page, offset = slots // pool.entries, slots % pool.entries
@@ -207,7 +207,7 @@ def record_hyper_connection(
 
 
 def record_model(config: AnyConfig, source: CheckpointSource, numerics: str, token_ids: Tensor) -> Ops:
-    """A whole model over one prompt: sublayers' inputs and outputs, choices, streams, logits, drafts, caches' bytes."""
+    """Runs a whole model over one prompt and records every sublayer, choice, stream, logit, draft and cache byte."""
     runner, ops = make_runner(config, source, numerics, len(token_ids)), {}
     hooks = []
 
@@ -246,7 +246,7 @@ def record_model(config: AnyConfig, source: CheckpointSource, numerics: str, tok
         if records is not None and records.selections is not None:
             for column, layer in enumerate(records.selection_layers):
                 ops[f"layers.{layer}.selected"] = records.selections[:, column].to(torch.int32)
-        # no draft follows the last token, whose row in the MTP layer is padding
+        # the last token has no draft: its row in the MTP layer is padding
         padded = [name for name, rows in ops.items() if name.startswith("mtp.") and len(rows) == len(token_ids)]
         ops |= {name: ops[name][:-1] for name in padded}
         for name, block in blocks:
@@ -259,7 +259,7 @@ def record_model(config: AnyConfig, source: CheckpointSource, numerics: str, tok
 
 
 def _add_caches(ops: Ops, prefix: str, runner: ModelRunner, cache: SequenceCache, layer: Any) -> None:
-    """Bytes of the quantised entries of one layer, as `_add_bytes` has them."""
+    """Adds the bytes of the quantised entries of one layer; layout as in `_add_bytes`."""
     tokens, ratio = cache.num_tokens - layer.spec.is_mtp, max(1, layer.spec.ratio)
     first = max(0, tokens - getattr(layer, "window_size", 0))
     for kind, entries in (
@@ -272,7 +272,7 @@ def _add_caches(ops: Ops, prefix: str, runner: ModelRunner, cache: SequenceCache
 
 
 def _streams(result: Any) -> Tensor | None:
-    """The residual streams after a block, of what its forward returns."""
+    """The residual streams after a block, from the result of its forward."""
     if isinstance(result, DelayedOutput):
         result = result.streams
     if isinstance(result, SublayerOutput):
@@ -284,9 +284,9 @@ def _streams(result: Any) -> Tensor | None:
 
 
 def _in_order(ops: Ops) -> Ops:
-    """Layer by layer, each op behind those that it follows from; then logits, and the MTP layer's.
+    """Sorts ops into the order of the computation: backbone layers, logits, MTP layers.
 
-    Module hooks run when a module ends, and caches are read behind the step.
+    They were recorded in another order: module hooks run when a module ends, and caches are read after the step.
     """
     order = ("engram", "attn_input", "cache", "selected", "attn_output", "ffn_input", "experts", "ffn_output", "output")
 

@@ -30,7 +30,7 @@ CHANGES = {
     "v41": ("tiny_v41", {"head_dim": 512, "qk_rope_head_dim": 64, "num_attention_heads": 2, "index_head_dim": 128,
              "index_n_heads": 16}),
 }  # fmt: skip
-# Mean and standard deviation by kind of recipe; of matrices, the standard deviation falls with their inputs instead.
+# Mean and standard deviation by kind of recipe; the standard deviation of a matrix falls with its number of inputs.
 SPREAD = {
     "embed": (0.0, 1.0), "norm": (1.0, 0.1), "ape": (0.0, 0.5), "sink": (0.0, 1.0), "hc_fn": (0.0, 0.02),
     "hc_base": (0.0, 0.5), "hc_scale": (1.0, 0.25), "bias": (0.0, 0.1), "index_norm": (1.0, 0.1),
@@ -39,7 +39,7 @@ SPREAD = {
 
 
 def golden_config(family: str) -> AnyConfig:
-    """The config of a family's golden model: published sizes of cache entries, and few of everything else."""
+    """The config of a family's golden model: cache entries of the published size, everything else small."""
     preset, changes = CHANGES[family]
     return ModelConfig.from_preset(preset).replace(**changes)
 
@@ -57,7 +57,7 @@ def uniform(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 class GoldenSource(PublishedSource):
-    """The weights of a golden model: `uniform` of each tensor's published name, spread by its kind, then stored."""
+    """The weights of a golden model: `uniform` of each tensor's published name, scaled by its kind, then quantised."""
 
     def values(self, name: str, recipe: Recipe) -> Tensor:
         drawn = uniform(recipe.same_as or name, recipe.shape)

@@ -1,8 +1,8 @@
-"""Tests of attention layers on the impl, or with the cache record, that `testing.plugin` is given.
+"""Tests of attention layers on the impl, or with the cache record, given to `testing.plugin`.
 
-Every query is compared with float64 attention. Caches and scratch memory hold NaN where nothing was written, and index
-tensors name NaN behind the length of each row. Numerics and kinds of layers that the impl does not support are skipped,
-with its reason.
+Every query is compared with float64 attention. Caches and scratch memory hold NaN where nothing was written. Index
+tensors point to NaN past the length of each row. Unsupported numerics and kinds of layers are skipped with the impl's
+reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepseek_attn.testing.random_layer import RandomLayer
 LAYERS = {"SWA": ("tiny", 0), "C4A": ("tiny", 1), "C128A": ("tiny", 2), "V3.2": ("tiny_v32", 0)}
 GPU_PRESETS = {"tiny": "tiny_gpu"}
 NUMERICS = [("exact", "float32"), ("exact", "bfloat16"), ("official", "bfloat16"), ("serving", "bfloat16")]
-STEPS = {  # tokens of two requests, and in which chunks
+STEPS = {  # lengths of two requests, and the chunks they are computed in
     "prompts": ((141, 66), (141,)),
     "chunks": ((141, 66), (60, 5, 63)),
     "decodes": ((70, 3), (1,)),
@@ -35,7 +35,7 @@ STEPS = {  # tokens of two requests, and in which chunks
 
 @pytest.fixture
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Options of a `RandomLayer`: the impl, and where to run it."""
+    """Options of a `RandomLayer`: the impl and the device."""
     impl, record = chosen(request.config)
     if not impl and not record:
         pytest.skip("needs --deepseek-attn-impl or --deepseek-attn-record MODULE:CLASS")
@@ -43,12 +43,12 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def config_of(options: dict[str, Any], preset: str) -> AnyConfig:
-    """The config of a preset, on a GPU of sizes that kernels take."""
+    """The config of a preset; on a GPU, of sizes that the kernels support."""
     return ModelConfig.from_preset(GPU_PRESETS.get(preset, preset) if options["device"].type == "cuda" else preset)
 
 
 def with_record(request: pytest.FixtureRequest, config: AnyConfig, name: str) -> Numerics:
-    """Numerics of a model, with the record of keys that the plugin is given."""
+    """Numerics of a model, with the cache record given to the plugin."""
     numerics, record = numerics_for(config, name), chosen(request.config)[1]
     return replace(numerics, name=f"{name} with {record}", kv_record=record) if record else numerics
 
@@ -56,7 +56,7 @@ def with_record(request: pytest.FixtureRequest, config: AnyConfig, name: str) ->
 def make_layer(
     request: pytest.FixtureRequest, options: dict[str, Any], kind: str, name: str, dtype: str, **more: Any
 ) -> RandomLayer:
-    """A layer of a kind; the test is skipped where the impl does not support it."""
+    """A layer of the given kind; skips the test if the impl does not support it."""
     preset, index = LAYERS[kind]
     config = config_of(options, preset)
     numerics = with_record(request, config, name)
@@ -82,7 +82,7 @@ def check_all(layer: RandomLayer, lengths: tuple[int, ...], chunks: tuple[int, .
 
 
 def test_it_serves_a_kind_of_layer(options):
-    """Some numerics of some model are supported."""
+    """The impl supports at least one model in at least one numerics preset."""
     impl, reasons = find_impl(options["backend"], DEEPSEEK_V4_IMPLS), []
     for preset in ("tiny", "tiny_v32"):
         config = config_of(options, preset)
@@ -118,7 +118,7 @@ def test_decodes_of_several_tokens(request, options, kind):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_prompts_that_share_the_workspace_in_turn(request, options, kind):
-    """Three prompts over the gathered rows of one: the impl is called once for each."""
+    """Three prompts share a workspace that holds the gathered rows of one: the impl is called once per prompt."""
     layer = make_layer(request, options, kind, *NUMERICS[0], max_model_len=150, max_num_batched_tokens=130)
     if layer.attention.prefill_workspace_rows:
         layer.attention.prefill_workspace_rows //= min(4, layer.runner.layout.max_num_seqs)
@@ -144,7 +144,7 @@ def test_forks_and_truncated_sequences(request, options, kind):
 
 
 def test_values_of_the_record(request, options):
-    """Stored entries come back within their rounding, from the page they were written to, with NaN all around them."""
+    """Entries read from a page equal the written values within rounding; all other bytes of the cache are NaN."""
     name = chosen(request.config)[1]
     if not name:
         pytest.skip("needs --deepseek-attn-record MODULE:CLASS")

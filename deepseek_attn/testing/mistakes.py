@@ -1,4 +1,4 @@
-"""Where the results of a layer are wrong, in words."""
+"""Descriptions of wrong results of a layer, for error messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ class Place:
     """Where a token was computed.
 
     Attributes:
-        step: number of the step; row: of the token in the step's input; new_tokens: of its request in this step.
-        decode: whether the request was a decode to the layer.
+        step: number of the step; row: row of the token in the step's input.
+        new_tokens: number of new tokens of its request in this step.
+        decode: the layer treated the request as a decode.
     """
 
     step: int
@@ -45,7 +46,7 @@ def _relative(difference: Tensor, size: Tensor) -> Tensor:
 
 
 def channels_in_words(actual: Tensor, expected: Tensor, limit: float) -> str:
-    """Wrong channels of one row ``[d]``, and the numbers at the worst of them."""
+    """Names the wrong channels of one row ``[d]``, and the values in the worst channel."""
     difference = (actual - expected).abs().nan_to_num(torch.inf)
     wrong = (difference > limit * expected.square().mean().sqrt()).nonzero().flatten()
     wrong = wrong if len(wrong) else difference.argmax()[None]
@@ -55,6 +56,6 @@ def channels_in_words(actual: Tensor, expected: Tensor, limit: float) -> str:
 
 
 def rows_in_words(wrong: Tensor) -> str:
-    """Number and positions of the true values of ``wrong [T]``."""
+    """Names the number and positions of the true values of ``wrong [T]``."""
     positions = wrong.nonzero().flatten().tolist()
     return f"{len(positions)} of {len(wrong)} rows are wrong, at positions {positions[0]} to {positions[-1]}"

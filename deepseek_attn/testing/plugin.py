@@ -3,9 +3,9 @@
     python -m pytest -p deepseek_attn.testing.plugin --deepseek-attn-impl mine:Impl
     python -m pytest -p deepseek_attn.testing.plugin --deepseek-attn-record mine:Record
 
-Without paths these run `layer_suite`. A project's own ``conftest.py`` takes the plugin by ``pytest_plugins =
-["deepseek_attn.testing.plugin"]``. It is not an entry point: pytest would load it, and rewrite the whole package, in
-every run on the machine.
+Without paths these run `layer_suite`. A project's ``conftest.py`` loads the plugin by ``pytest_plugins =
+["deepseek_attn.testing.plugin"]``. The plugin is not an entry point: pytest would load it, and rewrite the assertions
+of the whole package, in every run on the machine.
 """
 
 from __future__ import annotations
@@ -32,5 +32,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def chosen(config: pytest.Config) -> tuple[str | None, str | None]:
-    """Impl and record as the command line names them."""
+    """Impl and record named on the command line."""
     return config.getoption("--deepseek-attn-impl"), config.getoption("--deepseek-attn-record")

@@ -20,7 +20,7 @@ from deepseek_attn.testing.mistakes import Place, channels_in_words, head_errors
 from deepseek_attn.testing.reference import layer_reference
 from deepseek_attn.testing.watched_impl import Attended, WatchedImpl
 
-NAN_BYTE = 0xFF  # NaN as float32, float16, bfloat16 and e4m3 alike
+NAN_BYTE = 0xFF  # NaN in float32, float16, bfloat16 and e4m3
 
 
 def poison_caches(runner: ModelRunner) -> None:
@@ -30,7 +30,7 @@ def poison_caches(runner: ModelRunner) -> None:
 
 
 def poison_scratch(runner: ModelRunner) -> None:
-    """Fills scratch memory with NaN and huge indices: its content must not matter between calls."""
+    """Fills scratch memory with NaN and huge indices: no call may depend on its earlier contents."""
     (everything,) = runner.workspace.get(((runner.workspace.nbytes(),), torch.uint8))
     everything.fill_(NAN_BYTE)
     for layer in attention_layers(runner.model.layers):
@@ -47,7 +47,7 @@ class LayerRequest:
         number: index of the request among the layer's requests, from 0.
         outputs, selected: results by step; ``selected`` stays empty without an indexer.
         attended: results of the impl by step, ``[n, heads, value_dim]``; empty without an impl (V3).
-        places: where each token was computed; rotated_back: whether ``attended`` is `Attended.rotated_back`, by token.
+        places: where each token was computed; rotated_back: `Attended.rotated_back` by token.
     """
 
     x: Tensor
@@ -68,17 +68,18 @@ class LayerRequest:
 class RandomLayer:
     """One attention layer with random weights. Every byte of its caches that no step has written is NaN.
 
-    Index tensors name NaN behind the length of each row, unless the impl has ``needs_masked_tails``.
+    Index tensors point to NaN past the length of each row, unless the impl has ``needs_masked_tails``.
 
     Args:
         config: a preset's name, a path or a config; layer: the layer's number.
-        seed: of the weights; options: of `ModelRunner.from_source`; on a CPU the default is float32 and ``exact``.
+        seed: of the weights.
+        options: of `ModelRunner.from_source`; on a CPU the default is float32 and ``exact``.
 
     Attributes:
         runner, session, attention: the layer, the session that drives it, the runner that holds it.
         reference: the same layer in float64.
-        tolerance, head_tolerance, selection_tolerance: errors that `check` allows: of a row of the output, of a head's
-            attended values, of the indexer's selection.
+        tolerance, head_tolerance, selection_tolerance: tolerances of `check` for a row of the output, a head's attended
+            values, and the indexer's selection.
         steps, requests: number of steps and of requests so far.
     """
 
@@ -99,12 +100,12 @@ class RandomLayer:
         poison_caches(self.runner)
 
     def hidden_states(self, length: int) -> Tensor:
-        """Random hidden states ``[length, hidden_size]`` as the layer takes them."""
+        """Random hidden states ``[length, hidden_size]`` in the layer's dtype and on its device."""
         x = torch.randn(length, self.runner.config.hidden_size, device=self.runner.device, dtype=torch.float32)
         return x.to(self.runner.dtype)
 
     def request(self, length: int) -> LayerRequest:
-        """A sequence of this many random hidden states, nothing computed."""
+        """A sequence of ``length`` random hidden states; no token is computed yet."""
         self.requests += 1
         return LayerRequest(self.hidden_states(length), self.session.sequence(), self.requests - 1)
 
@@ -124,7 +125,7 @@ class RandomLayer:
         del request.places[n:], request.rotated_back[n:]
 
     def step(self, work: Sequence[tuple[LayerRequest, int]]) -> None:
-        """Computes the next ``n`` tokens of each (request, n), over scratch memory that is NaN."""
+        """Computes the next ``n`` tokens of each (request, n) in one step; scratch memory is filled with NaN first."""
         poison_scratch(self.runner)
         starts = [request.sequence.num_tokens for request, _ in work]
         x = torch.cat([request.x[at : at + n] for (request, n), at in zip(work, starts, strict=True)])
@@ -147,7 +148,7 @@ class RandomLayer:
         self.steps += 1
 
     def _run(self, x: Tensor, lengths: dict[LayerSequence, int]) -> tuple[Tensor, Attended | None]:
-        """`LayerSession.run` under a `WatchedImpl`: output and attended values; None for these without an impl."""
+        """`LayerSession.run` under a `WatchedImpl`: output, and attended values (None without an impl)."""
         impl = self.attention.impl
         if impl is None:
             return self.session.run(x, lengths), None
@@ -167,7 +168,7 @@ class RandomLayer:
             index += 1
 
     def check(self, request: LayerRequest) -> None:
-        """AssertionError where results, or the entries that were selected for them, are not the reference's.
+        """Compares results and selected entries with the reference; AssertionError where they differ.
 
         The message names the request, the first wrong position and the step that computed it, the head and its
         channels, the number of wrong rows and heads, and the keys that the query reads.
@@ -179,7 +180,7 @@ class RandomLayer:
             if bool((wrong := errors > self.selection_tolerance).any()):
                 raise AssertionError(self._selection_message(request, selected, errors, wrong))
         expected = self.reference.heads(x, selected)
-        watched = len(request.rotated_back) == len(y)  # no outputs of steps made by hand
+        watched = len(request.rotated_back) == len(y)  # steps run outside of `step` have no recorded outputs
         if watched and request.attended:
             actual, right = self._comparable_heads(request, expected)
             errors = head_errors(actual, right)
@@ -212,7 +213,7 @@ class RandomLayer:
             )
 
     def _comparable_heads(self, request: LayerRequest, expected: Tensor) -> tuple[Tensor, Tensor]:
-        """Heads as they were attended, and as they should have been: V4's rotated back where an impl does that."""
+        """Attended heads and their reference; the reference is rotated back for tokens where the impl did that (V4)."""
         actual = torch.cat(request.attended).double()
         back = torch.tensor(request.rotated_back, dtype=torch.bool, device="cpu")
         if not back.any():

@@ -1,6 +1,6 @@
-"""One attention layer by brute force, in float64 and without caches: a list of visible keys for each query.
+"""One attention layer by brute force, in float64 and without caches: each query has a list of visible keys.
 
-Written from the model's definition. From the library it takes the config's values and the stored weights, nothing else.
+Written from the model's definition. It shares only the config's values and the stored weights with the library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LayerReference(ABC):
         """Attended values of each head ``[T, heads, d]`` for float64 ``x``, before V4 rotates them back.
 
         Args:
-            reads: entries of each query, None for all that it sees.
+            reads: entries of each query, None for all visible ones.
         """
 
     def rotated_back(self, heads: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class LayerReference(ABC):
 
     @abstractmethod
     def output(self, heads: Tensor) -> Tensor:
-        """The layer's output ``[T, hidden_size]`` of the result of `attend`."""
+        """The layer's output ``[T, hidden_size]`` for the result of `attend`."""
 
     @abstractmethod
     def head_values(self, attended: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class LayerReference(ABC):
 
     @abstractmethod
     def keys_of(self, t: int, selected: Sequence[int] | None) -> str:
-        """The keys that query ``t`` reads, in words."""
+        """Description of the keys that query ``t`` reads."""
 
     @abstractmethod
     def index_scores(self, x: Tensor) -> Tensor:
@@ -65,12 +65,12 @@ class LayerReference(ABC):
         Args:
             x: ``[T, hidden_size]``, normed hidden states of a sequence from its first token on.
             selected: int ``[T, K]``, entries that each query reads, -1 for none, as `LayerSession.selected` has them;
-                default: the best by the indexer's scores, which another program may order differently in a near tie.
+                default: the best by the indexer's scores; near ties may be ordered differently elsewhere.
         """
         return self.output(self.heads(x, selected))
 
     def heads(self, x: Tensor, selected: Tensor | None = None) -> Tensor:
-        """The result of `attend`, of the arguments of a call."""
+        """The result of `attend` for the arguments of `__call__`."""
         x = x.detach().cpu().double()
         if not self.spec.has_indexer:
             return self.attend(x, None)
@@ -87,10 +87,11 @@ class LayerReference(ABC):
         return [row.topk(min(self.config.index_sizes.topk, len(row))).indices.tolist() for row in visible]
 
     def selection_errors(self, x: Tensor, selected: Tensor) -> list[float]:
-        """Distance of the worst selected score to the worst that should be selected, relative to the largest score.
+        """Error of the indexer's selection, one value per query.
 
-        One per query; infinite unless its row of ``selected`` holds distinct visible entries: all of them, or one per
-        column of the row.
+        The error is the distance between the lowest selected score and the lowest score in the correct top-k, relative
+        to the largest score. It is infinite unless the row of ``selected`` holds distinct visible entries: all of them,
+        or one per column.
         """
         errors, scores = [], self.index_scores(x.detach().cpu().double())
         for t, row in enumerate(selected.tolist()):
@@ -190,7 +191,7 @@ class V4LayerReference(LayerReference):
         return words
 
     def weights_of(self, q: Tensor, keys: Tensor) -> Tensor:
-        """``[H, K]``: softmax weights of the keys, which are the values too; the sink takes its share."""
+        """``[H, K]``: softmax weights with the attention sink in the denominator; keys are also values."""
         logits = torch.cat([q @ keys.T / math.sqrt(self.config.head_dim), self["attn_sink"].unsqueeze(1)], dim=1)
         return logits.softmax(1)[:, :-1]
 
@@ -290,7 +291,7 @@ class V32LayerReference(LayerReference):
 
 
 def entries_in_words(entries: Sequence[int], visible: int) -> str:
-    """The first of these entries, and how many there are."""
+    """Names the first entries and their number."""
     shown = ", ".join(map(str, entries[:12])) + (", ..." if len(entries) > 12 else "")
     return f"{len(entries)} of {visible} entries" + (f": {shown}" if entries else "")
 

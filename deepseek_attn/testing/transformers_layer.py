@@ -22,7 +22,7 @@ from deepseek_attn.checkpoint.names_v32 import canonical_name_v32, published_nam
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 
-EAGER: dict[str, Any] = {"attn_implementation": "eager"}  # an option of every config, which none of them declares
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}  # an option of every config that no config class declares
 LAYER_TYPES = {
     (False, False): "heavily_compressed_attention",
     (True, True): "compressed_sparse_attention",
@@ -76,7 +76,7 @@ class TransformersLayer:
 
 
 def hf_config(config: AnyConfig) -> PretrainedConfig:
-    """The same model in transformers' words.
+    """The transformers config of the same model.
 
     Raises:
         ValueError: a schedule that transformers cannot express.

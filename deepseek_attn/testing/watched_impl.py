@@ -1,4 +1,4 @@
-"""An impl as the tests of layers run it: over poison where it must not read, and with its results kept."""
+"""Wraps an impl for tests of layers: poisons memory that it must not read, and records its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FP8_GROUP = 128  # channels that share a scale of quantised heads
 
 
 class Attended(NamedTuple):
-    """Results of an impl for some tokens.
+    """Results of an impl for the tokens of a step.
 
     Attributes:
         heads: ``[T, heads, value_dim]`` on the CPU.
@@ -31,19 +31,19 @@ class Attended(NamedTuple):
 
 
 class WatchedLayer(AttentionLayer, Protocol):
-    """A layer under a `WatchedImpl`; ``num_heads``: of the output that is kept."""
+    """A layer under a `WatchedImpl`; ``num_heads``: number of heads of the recorded output."""
 
     num_heads: int
 
 
 class WatchedImpl:
-    """Takes the place of an impl on a layer, and calls it.
+    """Takes the place of a layer's impl, and calls that impl.
 
-    Columns of index tensors past a row's length name slots, or rows of gathered keys, that hold NaN: an impl that
-    ignores the lengths gives NaN. Impls with ``needs_masked_tails`` find -1 there.
+    Columns of index tensors past a row's length point to slots, or rows of gathered keys, that hold NaN: an impl that
+    ignores the lengths returns NaN. Impls with ``needs_masked_tails`` find -1 there.
 
     Attributes:
-        impl: the impl itself; attended: results of its last call.
+        impl: the wrapped impl; attended: results of its last call.
     """
 
     def __init__(self, impl: type[SparseMLAAttentionImpl]):

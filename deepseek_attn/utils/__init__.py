@@ -1,1 +1,1 @@
-"""Files that appear whole or not at all, JSON, downloads from the hub, devices, processes, tracing, the workspace."""
+"""Utilities: atomic output files, JSON, downloads from the hub, devices, processes, tracing, the workspace."""

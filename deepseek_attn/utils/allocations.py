@@ -22,12 +22,12 @@ class Event(NamedTuple):
 
 
 class AllocationTrace(TorchDispatchMode):
-    """In this context storages of tensors that ops return are counted while they live, views once.
+    """Context that counts the storages of tensors that ops return while they are alive; views share a storage.
 
     On the device "meta" these are the allocations of the same code on a GPU, except allocations inside torch's kernels.
 
     Args:
-        block: sizes are rounded up to multiples of it.
+        block: bytes; sizes are rounded up to its multiples.
 
     Attributes:
         events: allocations and frees in their order.
@@ -77,14 +77,14 @@ def rounded(nbytes: int, multiple: int = BLOCK) -> int:
 
 
 class Held(NamedTuple):
-    """Bytes of allocations: what lives in the end (``kept``), and the most that lived at a time (``peak``)."""
+    """Bytes of allocations: alive at the end (``kept``), and the maximum alive at one time (``peak``)."""
 
     kept: int
     peak: int
 
 
 def held(events: Iterable[Event]) -> Held:
-    """Counts allocations in order; a free of what was allocated before them is ignored."""
+    """Sums allocations and frees in order. Frees of storages allocated earlier are ignored."""
     living: dict[int, int] = {}
     now = peak = 0
     for key, nbytes in events:

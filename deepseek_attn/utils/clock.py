@@ -1,4 +1,4 @@
-"""Seconds that passed, by a clock that may stand still or jump."""
+"""Elapsed seconds, by a clock that may stand still or jump."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of memory of a GPU, or of the machine, as far as this process may take it.
+    """Bytes of memory of a GPU, or of the host within the limits of this process.
 
-    Where they are not known (the device "meta", a CPU under Windows) it is 2**62, so that no check fails.
+    2**62 where it is unknown (the device "meta", a CPU under Windows), so that no check fails.
     """
     if device.type == "meta" or (device.type == "cpu" and not hasattr(os, "sysconf")):
         return 1 << 62
@@ -38,9 +38,9 @@ def total_memory(device: torch.device) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that this process may still take: free, or held by caches that the system gives up.
+    """Bytes of host memory that this process may still allocate: free memory and reclaimable caches.
 
-    2**62 where they are not known.
+    2**62 where they are unknown.
     """
     found = [1 << 62]
     try:
@@ -58,7 +58,7 @@ def available_memory() -> int:
 
 
 def peak_memory() -> int:
-    """Largest resident memory of this process so far, in bytes; 0 where it is not known."""
+    """Peak resident memory of this process, in bytes; 0 where it is unknown."""
     try:
         import resource
     except ImportError:  # Windows
@@ -70,10 +70,10 @@ def peak_memory() -> int:
 class PinnedMemory:
     """Page-locked host memory of exactly ``nbytes`` bytes, released when no tensor uses it any more.
 
-    The allocator behind ``pin_memory=True`` rounds sizes up to powers of two, which would be up to twice the experts.
+    The allocator behind ``pin_memory=True`` rounds sizes up to powers of two: up to twice the size of the experts.
 
     Raises:
-        ValueError: CUDA refuses to lock as much.
+        ValueError: CUDA cannot lock ``nbytes`` bytes.
     """
 
     def __init__(self, nbytes: int):
@@ -123,10 +123,10 @@ def to_device(
 
 
 def run_beside(function: Callable[[], T], device: torch.device) -> tuple[T, torch.cuda.Event | None]:
-    """(result of ``function``, computed in parallel with the next launches; the event that marks its completion).
+    """Runs ``function`` in parallel with the next launches; returns its result and the event of its completion.
 
-    A side stream computes it while a CUDA graph is captured. Otherwise it is computed in order, without an event:
-    streams of a graph share memory in the order of their events, other streams do not.
+    During CUDA graph capture it runs on a side stream. Otherwise it runs in order on the current stream, without an
+    event: only within a graph do streams share memory in the order of their events.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return function(), None
@@ -145,10 +145,12 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def on_side_stream(*tensors: torch.Tensor) -> Iterator[None]:
-    """Context whose launches run in parallel with those after it. They come after all launches before it.
+    """Context whose launches run on a side stream: after all earlier launches, in parallel with later ones.
+
+    No effect on a CPU.
 
     Args:
-        tensors: those of before the context that it reads; no later launch may write them. On a CPU: no effect.
+        tensors: tensors that the context reads and that existed before it; no later launch may write them.
     """
     device = tensors[0].device
     if device.type != "cuda":
@@ -159,7 +161,7 @@ def on_side_stream(*tensors: torch.Tensor) -> Iterator[None]:
     with torch.cuda.stream(side):
         yield
     for tensor in tensors:
-        tensor.record_stream(side)  # their memory is not reused before the side stream has read it
+        tensor.record_stream(side)  # do not reuse their memory before the side stream has read it
 
 
 class AsyncHostCopy:

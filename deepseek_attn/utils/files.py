@@ -1,9 +1,9 @@
-"""Output files and directories that are written whole or not at all: every output but files of lines (`line_files`).
+"""Atomic output files and directories: written completely or not at all. Files of lines are in `line_files`.
 
-They are checked before anything is computed. A symbolic link is followed. A device or a pipe is written to; a regular
-file is replaced. A new file has the mode that the umask leaves, an older one keeps its mode.
+Paths are checked before anything is computed. Symbolic links are followed. Devices and pipes are written to directly;
+regular files are replaced. A new file has the umask's mode, a replaced file keeps its mode.
 
-An incomplete output is in a folder beside its final place, locked by the writing process. The folder of a killed
+An incomplete output is in a folder beside its final path, locked by the writing process. The folder of a killed
 process is removed when the next output is written beside it.
 """
 
@@ -66,13 +66,13 @@ def check_replaceable(path: Path, mark: str) -> None:
 
 @contextmanager
 def appearing(path: Path, directory: bool = False, replace: bool = False) -> Iterator[Path]:
-    """A path to write to, of the same name in another folder: it becomes ``path`` when the block succeeds.
+    """Yields a temporary path with the same file name; it is moved to ``path`` when the block succeeds.
 
-    Nothing is left when the block fails.
+    If the block fails, everything written is removed.
 
     Args:
-        directory: make a directory there, and the missing folders above ``path``. An empty directory is replaced.
-        replace: with ``directory``: replace one that holds something, too.
+        directory: make a directory there, and the missing parents of ``path``. An empty directory is replaced.
+        replace: with ``directory``: also replace a directory that is not empty.
 
     Raises:
         ValueError: nothing can be written there, with the reason; also for an OSError of a write in the block.
@@ -102,7 +102,7 @@ def appearing(path: Path, directory: bool = False, replace: bool = False) -> Ite
         else:
             if target.exists():
                 partial.chmod(stat.S_IMODE(target.stat().st_mode))
-            elif not directory:  # a native writer may have chosen a mode of its own
+            elif not directory:  # a native writer may have chosen another mode
                 partial.chmod(stat.S_IMODE((folder / LOCK).stat().st_mode))
             if replace and target.is_dir():
                 _exchange(partial, target, folder / "before")
@@ -125,7 +125,7 @@ def appearing(path: Path, directory: bool = False, replace: bool = False) -> Ite
 
 
 def _exchange(partial: Path, target: Path, before: Path) -> None:
-    """Moves the directory ``target`` to ``before`` and ``partial`` to its place, or leaves it where it is."""
+    """Replaces the directory ``target`` by ``partial`` and moves the old one to ``before``; restores it on failure."""
     os.replace(target, before)
     try:
         os.replace(partial, target)
@@ -154,7 +154,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 
 
 class TensorBlocks(NamedTuple):
-    """A tensor of a file that is written in blocks: a dtype of safetensors, its shape, and contiguous CPU tensors."""
+    """A tensor of a file, written in blocks: its safetensors dtype, its shape, and contiguous CPU tensors."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -188,7 +188,7 @@ def store_tensors(file: IO[bytes], tensors: Mapping[str, TensorBlocks], metadata
     """Writes the header and the tensors of a safetensors file.
 
     Raises:
-        ValueError: the blocks of a tensor have more or fewer bytes than it.
+        ValueError: the blocks of a tensor have more or fewer bytes than the tensor.
     """
     # wide elements first, as the safetensors library does: then every tensor is aligned for its dtype
     ordered = sorted(tensors.items(), key=lambda item: -8 * item[1].nbytes // max(1, math.prod(item[1].shape)))
@@ -272,6 +272,6 @@ def _remove_unlocked(folder: Path) -> None:
 
 
 def _is_about(error: OSError, path: Path, folder: Path) -> bool:
-    """Whether an error of the system is about the output, and not about a file that was read for it."""
+    """Whether an OSError concerns the output rather than a file read for it."""
     name = error.filename
     return name is None or str(name) == str(path) or str(name).startswith(str(folder))

@@ -1,4 +1,4 @@
-"""Python's collections of garbage, left out of imports."""
+"""Imports without Python's garbage collections."""
 
 from __future__ import annotations
 

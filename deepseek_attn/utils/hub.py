@@ -30,12 +30,12 @@ class HubModel:
 
     @classmethod
     def parse(cls, name: str | Path) -> HubModel | None:
-        """The repository that ``org/name`` or ``org/name@revision`` names; None where a file or folder is called so."""
+        """The repository ``org/name`` or ``org/name@revision``; None if a file or folder has this name."""
         found = HUB_ID.fullmatch(name) if isinstance(name, str) and not Path(name).exists() else None
         return None if found is None else cls(found["repo"], found["revision"])
 
     def local_folder(self) -> Path | None:
-        """The copy in the local cache, whole or not; None if its ``config.json`` is not there."""
+        """The copy in the local cache, complete or not; None if it has no ``config.json``."""
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(self.repo_id, CONFIG_FILE, revision=self.revision)
@@ -47,10 +47,10 @@ class HubModel:
         A copy that is there keeps its commit. Nothing is downloaded under ``HF_HUB_OFFLINE=1``.
 
         Args:
-            whole: other files will be needed too, so that the remedy fetches all.
+            whole: other files will be needed too: the remedy of an error fetches all files.
 
         Raises:
-            ValueError: a file is missing in the end; the message has the command that fetches it.
+            ValueError: a file is still missing; the message has the command that fetches it.
         """
         from huggingface_hub import constants, snapshot_download
 

@@ -1,4 +1,4 @@
-"""JSON that others wrote: whatever is wrong with it is one ValueError."""
+"""Reads JSON from outside the library: every problem is a ValueError."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_json(path: Path, origin: str, max_bytes: int | None = MAX_BYTES) -> Any
         max_bytes: size of the largest file that is read; None: any.
 
     Raises:
-        ValueError: the file is larger or no valid JSON; OSError: it cannot be read.
+        ValueError: the file is larger or is not valid JSON; OSError: it cannot be read.
     """
     size = path.stat().st_size
     if max_bytes is not None and size > max_bytes:
@@ -35,7 +35,7 @@ def parse_json(text: str | bytes, origin: str) -> Any:
 
     Raises:
         JSONSyntaxError: broken JSON, with its place.
-        ValueError: no UTF-8 text, a key that one object has twice, an integer of
+        ValueError: not UTF-8 text, a repeated key in an object, an integer of
             thousands of digits, or more than `MAX_DEPTH` objects and lists inside one another.
     """
     try:
@@ -58,11 +58,11 @@ def parse_json(text: str | bytes, origin: str) -> Any:
 
 
 class JSONSyntaxError(ValueError):
-    """A text is not JSON."""
+    """The text is not JSON."""
 
 
 class _RepeatedKeyError(ValueError):
-    """The key is the only argument."""
+    """An object repeats a key, which is the only argument."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

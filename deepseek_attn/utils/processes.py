@@ -24,7 +24,7 @@ def end_with_parent() -> None:
 
 @contextmanager
 def output_to_stderr() -> Iterator[None]:
-    """Sends what C++ libraries write to standard output inside this context to standard error."""
+    """Redirects the standard output of C++ libraries to standard error inside this context."""
     try:
         saved = os.dup(1)
     except OSError:  # standard output is closed

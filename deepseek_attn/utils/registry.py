@@ -26,7 +26,7 @@ class Registry(Generic[T]):
     Args:
         what: the kind of class, for messages.
         base: class that registered classes derive from.
-        taken: names of the classes in the package.
+        taken: names of the package's classes, which cannot be registered.
         find_problems: lists further problems of a class that derives from ``base`` and has all its methods.
     """
 
@@ -37,10 +37,10 @@ class Registry(Generic[T]):
         self.classes: dict[str, type[T]] = {}
 
     def register(self, cls: type[T]) -> type[T]:
-        """Makes a class known by its ``name``; to be used as a decorator too.
+        """Registers a class under its ``name``; also works as a decorator.
 
         Raises:
-            ValueError: with everything that the class lacks, or a name that another class has.
+            ValueError: the class lacks something (the message lists everything), or its name is taken.
         """
         place = f"{getattr(cls, '__module__', '?')}:{getattr(cls, '__qualname__', cls)}"
         self.check(cls, place)
@@ -88,7 +88,7 @@ def problems_error(place: str, what: str, problems: list[str]) -> ValueError:
 
 
 def class_problems(cls: object, *bases: type) -> list[str]:
-    """Problems of an object that should be a class derived from one of ``bases``, with all abstract methods defined."""
+    """Problems of an object that must be a class derived from any of ``bases`` and define all abstract methods."""
     names = " or ".join(f"{base.__module__}.{base.__name__}" for base in bases)
     if not isinstance(cls, type):
         return [f"is {type(cls).__name__} {cls!r:.80}, and must be a class derived from {names}"]

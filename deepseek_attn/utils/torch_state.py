@@ -1,6 +1,6 @@
-"""A caller's torch settings that would change results, set aside while this library computes.
+"""Suspends the caller's torch settings that would change results while this library computes.
 
-Default dtype and default device are not among them: every factory call names both (tests/house/test_factories.py).
+Default dtype and default device are not suspended: every factory call names both (tests/house/test_factories.py).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 @contextmanager
 def own_torch_state() -> Iterator[None]:
-    """Context in which results do not depend on settings of the caller; they are back behind it.
+    """Context in which results do not depend on the caller's torch settings; they are restored on exit.
 
-    Without autocast, with float32 products in float32 (no TF32, no bfloat16) and without flushing denormals. Entered
-    again within itself, it does nothing. The precision of float32 products is one for the process: products of other
-    threads are in float32 too while this one computes.
+    Inside: no autocast, float32 products in float32 (no TF32, no bfloat16), no flushing of denormals. Nested contexts
+    do nothing. The precision of float32 products is a setting of the process: products of other threads are in float32
+    too while a thread is inside.
     """
     if _inside.get():
         yield
@@ -59,9 +59,9 @@ def in_own_torch_state(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Float32Products:
-    """Float32 products without TF32 and bfloat16, from the first thread that enters until the last one leaves.
+    """Disables TF32 and bfloat16 in float32 products from the first thread's `enter` until the last thread's `leave`.
 
-    A thread is inside once at most. One that was interrupted while it left counts as outside when it enters again.
+    A thread counts once. If an interrupt kept it from leaving, its next `enter` does not count it twice.
     """
 
     def __init__(self):

@@ -103,7 +103,7 @@ def profile(path: str | Path) -> Iterator[None]:
 def _export(profiler: torch.profiler.profile, path: Path) -> None:
     """Writes the trace, compressed if the name ends in ``.gz``; OSError if not all of it can be written.
 
-    The profiler's own compression hides that it could not write, and so does its export, but for the missing file.
+    The profiler's own compression hides write errors. Its export hides them too, except that the file is missing.
     """
     plain = path.with_suffix("") if path.suffix == ".gz" else path
     profiler.export_chrome_trace(str(plain))

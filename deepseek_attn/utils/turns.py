@@ -1,4 +1,4 @@
-"""Turns: several threads use one model, one at a time, in the order in which they came."""
+"""Turns: a fair lock with which several threads use one model, one at a time, in order of arrival."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Turns:
     """Whose turn it is to use a model, its caches and its scratch memory.
 
     Args:
-        device: of the model. On a GPU, a turn begins behind the work of the turn before, also where the two threads
-            launch on different streams, and the model's GPU is the current device.
+        device: of the model. On a GPU, the work of a turn is ordered after that of the previous turn even if the two
+            threads launch on different streams, and the model's GPU is the current device.
 
     Attributes:
         thread: the thread whose turn it is; None between turns. number: of turns so far, this one included.
-        lock: held in a turn. Nobody else holds it, in whatever order threads get here.
-        last: lock of the thread that came last; the next one waits for it.
+        lock: held during a turn, by its thread only.
+        last: lock of the thread that arrived last; the next thread waits for it.
         later: calls that wait for the end of the turn (`after_this_turn`).
     """
 
@@ -34,10 +34,10 @@ class Turns:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def after_this_turn(self, call: Callable[[], object]) -> None:
-        """Runs a call at once if nobody has the turn; otherwise the thread that has it runs the call at its end.
+        """Runs ``call`` at once between turns; during a turn, its thread runs ``call`` when the turn ends.
 
-        It does not wait for another thread's turn, so that a finalizer may call it: the garbage collector runs
-        anywhere, even where its thread holds a lock that the other thread needs to end its turn.
+        Never waits for another thread, so that finalizers may use it: the garbage collector may run while its thread
+        holds a lock that another thread needs to end its turn.
         """
         self.later.append(call)
         if self.thread is None:
@@ -77,7 +77,7 @@ def in_turn(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[S
     """Runs a method while no other thread runs a method of an object with the same turns. Such methods may nest.
 
     A plain lock starves the waiting threads: a thread that makes one step after another takes the lock again before
-    they have woken up. Here each thread waits until its predecessor holds ``turns.lock`` or has given up.
+    they wake up. Here each thread waits until its predecessor holds ``turns.lock`` or has given up.
 
     Locks are held by ``with`` alone: Python takes and releases them between two points at which a signal handler may
     raise, so that a `KeyboardInterrupt` leaves none behind. A waiting thread can be interrupted, too.

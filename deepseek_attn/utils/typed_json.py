@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-MAX_NUMBER = 1e30  # far above every number that is measured; sums, products and plots of smaller ones are finite
+MAX_NUMBER = 1e30  # far above every measured number; sums, products and plots of smaller numbers are finite
 
 
 def find_problem(value: Any, kind: Any, label: str) -> str | None:

@@ -26,7 +26,7 @@ class Workspace:
         return self._buffer.numel()
 
     def lock(self) -> None:
-        """Fixes size and address."""
+        """Fixes size and address: later requests must fit."""
         self.locked = True
 
     def get(self, *requests: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:

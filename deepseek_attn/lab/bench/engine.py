@@ -27,7 +27,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
 from deepseek_attn.text.tokenizer_files import MIN_VOCAB
 
-SETTLED = 8  # first steps in which all requests decode do not count where there are more
+SETTLED = 8  # warm-up: these first steps in which all requests decode are not timed, if there are more
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class DecodingVariant:
     """A way to decode.
 
     Attributes:
-        drafts: of the MTP layer, per step.
-        graphs: over CUDA graphs where the runner has them.
-        logprobs: alternatives that are listed with each token's log-probability; None: no log-probabilities.
+        drafts: draft tokens of the MTP layer per step.
+        graphs: replay the runner's CUDA graphs, if it has any.
+        logprobs: number of alternatives listed with each token's log-probability; None: no log-probabilities.
         structured: the text has the structure of `RECORDS`.
         acceptance: probability that a draft counts as right if the drafts before it are (`SetAcceptance`); None: the
             model's own drafts are compared with its tokens.
@@ -50,7 +50,7 @@ class DecodingVariant:
     acceptance: float | None = None
 
     def params(self, num_tokens: int) -> SamplingParams:
-        """Greedy ones for exactly so many tokens."""
+        """Greedy sampling parameters for exactly ``num_tokens`` tokens."""
         return SamplingParams(
             temperature=0,
             max_tokens=num_tokens,
@@ -65,7 +65,7 @@ class Pass:
     """One run of all prompts.
 
     Attributes:
-        seconds, generated: of all steps after the prompts.
+        seconds, generated: duration and generated tokens of all steps after the prompts.
         step_seconds: times of steady steps, in which every request decoded and none ended.
         device_seconds: time of the CUDA graphs of the steady steps, replayed back to back; None without graphs.
         verifications: as in `EngineStats`.
@@ -151,8 +151,8 @@ def time_engine(
 
     Args:
         variants: the first variant is the baseline.
-        tokenizer: which structured output needs; text is made of the tokens then.
-        acceptance: installed, where variants set it; then all variants with drafts do.
+        tokenizer: needed by structured output; generated tokens are then decoded to text.
+        acceptance: an installed `SetAcceptance`, if variants set ``acceptance``. Then every variant with drafts must.
 
     Raises:
         ValueError: drafts without an MTP layer, or more than a step can verify, or too few tokens to time.
@@ -170,13 +170,13 @@ def time_engine(
 
 
 class SetAcceptance:
-    """Decides by lot which drafts are right, to time speculation at a known acceptance with any weights.
+    """Accepts drafts at random with a given probability, to time speculation at a known acceptance with any weights.
 
-    While it is installed, the token chosen after a row that a draft follows is replaced: by the draft if it shall count
-    as right, by another token otherwise. Everything else is computed as always, and a step has seven small launches
-    more. The lots depend on the request's place and the draft's position, so all runs and all ranks draw the same.
+    While it is installed, the token chosen before each draft is replaced: by the draft to accept it, by another token
+    to reject it. Everything else is computed as usual; a step has seven more small launches. The random numbers depend
+    on the request's place in the batch and the draft's position only, so all runs and all ranks draw the same.
 
-    CUDA graphs that are captured meanwhile keep this behaviour: the runner is of no other use afterwards.
+    CUDA graphs captured meanwhile keep this behaviour: do not use the runner for anything else afterwards.
 
     Raises:
         ValueError: steps of the runner are not CUDA graphs.
@@ -192,7 +192,7 @@ class SetAcceptance:
         self._numbers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def set(self, probability: float | None) -> None:
-        """The probability from here on."""
+        """Sets the acceptance probability of the next steps."""
         if probability is None:
             raise ValueError("either all drafts have a set acceptance, or none")
         self._wrong.copy_(self._lots >= probability)
@@ -213,7 +213,7 @@ class SetAcceptance:
         drafts = len(chosen) // requests - 1
         if drafts:
             following, tokens = token_ids.view(requests, -1)[:, 1:], chosen.view(requests, -1)[:, :-1]
-            if (requests, drafts) not in self._numbers:  # before a capture, which must not make constants
+            if (requests, drafts) not in self._numbers:  # before a capture: constants must not be made during it
                 options = {"dtype": torch.int64, "device": starts.device}
                 self._numbers[requests, drafts] = torch.arange(requests, **options), torch.arange(drafts, **options)
             places, numbers = self._numbers[requests, drafts]
@@ -230,7 +230,7 @@ def run_variant(
     num_tokens: int,
     tokenizer: Tokenizer | None = None,
 ) -> Pass:
-    """One run, by an engine of its own; the runner is afterwards as it was before."""
+    """Runs the prompts once, in a new engine. The runner's settings are restored afterwards."""
     before = runner.graphs, runner.decode_query_len
     runner.graphs, runner.decode_query_len = runner.graphs if variant.graphs else None, 1
     try:
@@ -319,9 +319,12 @@ def median_step_us(passes: Iterable[Pass]) -> float:
 
 
 def break_even_acceptance(cost: float, drafts: int) -> float | None:
-    """The ``a`` with ``1 + a + a^2 + ... + a^drafts = cost``: a step that costs so many steps then pays exactly.
+    """Acceptance probability ``a`` at which drafts break even: ``1 + a + a^2 + ... + a^drafts = cost``.
 
-    0 for a step that costs no more than one without drafts; None if all drafts right are not enough.
+    0 if a step with drafts costs no more than a step without; None if even full acceptance is not enough.
+
+    Args:
+        cost: time of a step with drafts, divided by the time of a step without.
     """
     if cost > 1 + drafts:
         return None
@@ -333,7 +336,7 @@ def break_even_acceptance(cost: float, drafts: int) -> float | None:
 
 
 def text_prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
-    """``count`` prompts of ``length`` tokens: BOS and a piece of the sample text's end, which training holds out.
+    """``count`` prompts of ``length`` tokens: BOS and a piece of the sample text's held-out end.
 
     Raises:
         ValueError: the held-out text is shorter than a piece.
@@ -348,7 +351,7 @@ def text_prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int
 
 
 def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> Iterator[list[int]]:
-    """``count`` prompts of ``length`` random tokens, none of which begins or ends a part of a chat."""
+    """``count`` prompts of ``length`` random tokens, without the special tokens of the chat format."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         yield torch.randint(MIN_VOCAB - 256, vocab_size, (length,), generator=generator).tolist()

@@ -26,7 +26,7 @@ from deepseek_attn.utils.clock import seconds_since
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
 Attention = DeepseekV4MLAAttention | DeepseekV32MLAAttention
-INPUT_SETS = 4  # sets of hidden states, in rotation: no run repeats the inputs of the previous one
+INPUT_SETS = 4  # sets of hidden states, used in rotation: consecutive runs have different inputs
 FILL_ROWS = 1 << 16
 
 
@@ -35,15 +35,16 @@ class LayerTiming(KernelTiming):
     """One step of an attention layer.
 
     Attributes:
-        layer, kind: which layer; backend: its attention impl; instances: layers of that kind that alternated.
+        layer, kind: number and kind of the layer; backend: its attention impl.
+        instances: number of layers that alternated.
         mode: ``decode`` (up to ``decode_query_len`` new tokens per sequence, which is 1 without drafts) or ``prefill``.
         graph: replayed as a CUDA graph; otherwise called from Python.
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
-        metadata_us: host time to build the step's metadata, once for all layers of a kind, median; 0 for a graph of
+        metadata_us: median host time to build the step's metadata, once for all layers of a kind; 0 for a graph of
             decode steps, which builds it on the device.
-        work: bytes and products that the call cannot do without.
-        floor_us: the least time of ``work`` at the peak rates that were given; bound: ``bytes`` or ``flops``, whichever
-            takes longer; over_floor: the median divided by ``floor_us``. All None without peak rates.
+        work: least bytes and FLOPs of the call.
+        floor_us: least time of ``work`` at the given peak rates; bound: ``bytes`` or ``flops``, whichever takes longer;
+            over_floor: the median divided by ``floor_us``. All None without peak rates.
     """
 
     layer: str
@@ -80,7 +81,7 @@ def fill_caches(runner: ModelRunner) -> None:
 
 
 def past(runner: ModelRunner, length: int) -> SequenceCache:
-    """A sequence that holds pages for ``length`` tokens, as if they had been computed."""
+    """A sequence with allocated pages for ``length`` tokens, marked as computed."""
     cache = runner.manager.create()
     while left := length - cache.num_tokens:
         n = min(left, runner.layout.max_num_batched_tokens)
@@ -116,11 +117,11 @@ def time_layer(
     """Times one call of an attention layer of a runner that holds attention layers.
 
     Args:
-        layers: the layer, or several of one kind that alternate, each with weights and caches of its own. On a GPU
-            several, of more bytes than its L2 cache, find no weights there, as in a model.
+        layers: one layer, or several layers of one kind that alternate, each with its own weights and caches. If their
+            weights together exceed the L2 cache, each call reads its weights from memory, as in a model.
         batch: sequences; tokens: new tokens of each; context: their length after the step, at least ``tokens``.
-        graph: replay a CUDA graph of calls with several inputs, without host overhead. Prefill calls share a step's
-            metadata, with the index rows that the first layer of a kind makes for all.
+        graph: replay a CUDA graph of calls with several inputs, without host overhead. Prefill calls share one step's
+            metadata, including the index rows that the first layer of each kind makes for all.
         count_kernels: also list the kernels, on a GPU.
         rates: peak rates of the machine (`bench.timing.ceilings`), for the floor.
 
@@ -129,7 +130,7 @@ def time_layer(
             the step cannot be a graph.
 
     Notes:
-        Layers whose entries or selections the timed ones read (V4.1) compute the step once before.
+        V4.1: layers whose entries or selections the timed layers read compute the step once beforehand.
     """
     check_sizes(runner, batch, tokens, context)
     if count_kernels and runner.device.type != "cuda":
@@ -164,7 +165,7 @@ def time_layer(
 
 
 def _layers_to_time(runner: ModelRunner, numbers: Sequence[int]) -> tuple[list[Attention], list[Attention]]:
-    """The attention layers of these numbers, and others whose entries or selections they read."""
+    """The attention layers of these numbers, and the layers whose entries or selections they read."""
     loaded = {layer.spec.index: layer for layer in attention_layers(runner.model.layers)}
     timed = [loaded[number] for number in numbers]
     kinds = {layer.spec.kind for layer in timed}
@@ -182,13 +183,13 @@ def _layers_to_time(runner: ModelRunner, numbers: Sequence[int]) -> tuple[list[A
 def _step_metadata(
     runner: ModelRunner, caches: list[SequenceCache], tokens: int, repeats: int, static: bool
 ) -> tuple[StepMetadata, float]:
-    """Metadata of a step of ``tokens`` new tokens of each sequence, and the microseconds of the host to build it.
+    """Metadata of a step of ``tokens`` new tokens of each sequence, and the host time to build it in microseconds.
 
     Args:
-        static: made on the device from tensors that a graph can read, which takes no such time.
+        static: build it on the device, in tensors that a graph can read; the host time is then 0.
     """
 
-    def build() -> StepMetadata:  # without `step_metadata`'s refusal to compute a step twice
+    def build() -> StepMetadata:  # no batch to check against: the layers may compute this step repeatedly
         new_tokens = [tokens] * len(caches)
         return runner.builder.build(step_input(runner.manager, caches, new_tokens, runner.decode_query_len))
 
@@ -196,7 +197,7 @@ def _step_metadata(
 
 
 def over_floor(work: FloorWork, microseconds: float, rates: Mapping[str, float] | None) -> dict[str, float | str]:
-    """The fields ``floor_us``, ``bound`` and ``over_floor`` of a timing; none without peak rates."""
+    """The fields ``floor_us``, ``bound`` and ``over_floor`` of a timing; empty without peak rates."""
     if rates is None:
         return {}
     floor = work.floor(rates)
@@ -204,7 +205,7 @@ def over_floor(work: FloorWork, microseconds: float, rates: Mapping[str, float] 
 
 
 def host_microseconds(call: Callable[[], object], repeats: int) -> float:
-    """Median time until ``call`` returns, whatever a GPU still has to do."""
+    """Median time until ``call`` returns; work queued on a GPU is not awaited."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -18,7 +18,7 @@ from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.runner.memory import RunnerMemory
 from deepseek_attn.runner.model_runner import ModelRunner
 
-TOKENS = 8  # new tokens of a request
+TOKENS = 8  # new tokens per request
 
 
 class Limits(NamedTuple):
@@ -84,7 +84,7 @@ def measure_memory(config: AnyConfig, source: CheckpointSource, limits: Limits, 
 
 
 def peak_workload(runner: ModelRunner) -> Iterator[None]:
-    """Steps of an engine: two prompts of the maximal length, then the maximal number of requests; yields after each."""
+    """Runs two prompts of the maximal length, then the maximal number of requests; yields after each engine step."""
     engine, longest = Engine(runner), runner.layout.max_model_len - TOKENS
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     requests = runner.layout.max_num_seqs
@@ -97,11 +97,11 @@ def peak_workload(runner: ModelRunner) -> Iterator[None]:
 
 
 def driver_bytes() -> int:
-    """Bytes of the GPU that are in use, by whatever process."""
+    """Bytes of the GPU in use by all processes."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of tensors, each once."""
+    """Bytes of the distinct storages of tensors."""
     return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())

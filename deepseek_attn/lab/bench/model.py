@@ -24,7 +24,7 @@ from deepseek_attn.runner.step import step_input
 
 @dataclass(frozen=True, kw_only=True)
 class StageTiming(KernelTiming):
-    """One stage of a step, in all blocks, alone: the stages add up to more than a step in which launches overlap.
+    """One stage of a step, in all blocks, timed alone. Stages add up to more than a step, in which launches overlap.
 
     Attributes:
         stage: name of the stage.
@@ -48,7 +48,7 @@ class ModelTiming(KernelTiming):
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
         tokens_per_second: new tokens of all sequences together.
         work: bytes and FLOPs of the step, all stages together.
-        floor_us: the sum of the stages' floors, which follow each other; None without peak rates.
+        floor_us: sum of the stages' floors, since stages run one after the other; None without peak rates.
         over_floor: the median divided by ``floor_us``.
         stages: each stage alone, rows of Engram tables on the device.
     """
@@ -125,7 +125,7 @@ def step_metadata(
 ) -> tuple[StepMetadata, torch.Tensor]:
     """Metadata of a step whose pages are reserved; of decode steps in tensors that a graph can read.
 
-    And the last row of each request among the rows that the last layer computes.
+    Also returns the last row of each request, as indices into the rows of the last layer.
     """
     engram = {}
     if runner.tables is not None:
@@ -151,7 +151,7 @@ def _prefill_metadata(
 
 
 def decode_step(runner: ModelRunner, caches: list[SequenceCache], context: int, graph: bool) -> Callable[[], object]:
-    """A decode step as the runner computes it, metadata included, with Engram rows read anew in each run."""
+    """A decode step as the runner computes it: builds the metadata and reads the Engram rows in each run."""
     batch, tables = len(caches), runner.tables
     steps = DecodeGraphs(
         runner.whole_model(), runner.layout, runner.device, batches=[batch], capture=graph, engram=tables
@@ -182,13 +182,13 @@ def _forward(runner: ModelRunner, metadata: StepMetadata, last_rows: torch.Tenso
 
 
 def _step_with_lookup(runner: ModelRunner, caches: list[SequenceCache], shape: StepShape) -> torch.Tensor:
-    """An eager step, with its metadata, during which rows of Engram tables are read."""
+    """An eager step: looks up the Engram rows, builds the metadata and runs the model."""
     engram = {} if runner.tables is None else runner.tables.look_up(_chunks(runner, shape))
     return _forward(runner, *_prefill_metadata(runner, caches, shape, engram))
 
 
 def _replay(calls: Sequence[Callable[[], object]], graph: bool) -> Callable[[], object]:
-    """Runs all ``calls``, as a CUDA graph or not."""
+    """A call that runs all ``calls``, as a CUDA graph if ``graph``."""
     if graph:
         return captured(calls).replay
     return lambda: [call() for call in calls]

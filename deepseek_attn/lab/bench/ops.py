@@ -22,10 +22,10 @@ class OpTiming(Timing):
     """One implementation of an op on data of one shape.
 
     Attributes:
-        op, label: which row; implementation: which of its implementations.
+        op, label: names of the row; implementation: name of the implementation.
         bytes_per_second, flops_per_second: the row's bytes and operations, divided by the median.
-        share: of the GPU's peak rates: the larger of bytes against a copy and operations against a matrix product; None
-            without peak rates.
+        share: fraction of the GPU's peak rates: bytes relative to a copy or operations relative to a matrix product,
+            whichever is larger; None without peak rates.
     """
 
     op: str
@@ -49,7 +49,7 @@ def time_case(
 ) -> Iterator[OpTiming]:
     """Times every implementation of a row: replays of a CUDA graph with one call per input set, or calls on a CPU.
 
-    The inputs of all sets together exceed the L2 cache, so that no call finds its data there (`num_sets`).
+    The input sets together exceed the L2 cache, so that every call reads its data from memory (`num_sets`).
     """
     first = case.make(device, 0)
     count = 1 if device.type == "cpu" else num_sets(case, first)
@@ -74,8 +74,8 @@ def time_case(
 def num_sets(case: OpCase, arguments: tuple) -> int:
     """Input sets that together exceed the L2 cache, at most `MAX_SETS`.
 
-    A set counts with the bytes that a call must move: it may hold a tensor of which a call reads only a part, and which
-    other sets share, such as a pool of cached entries.
+    The size of a set is the bytes that a call must move, not its tensors' sizes: sets may share a large tensor of which
+    a call reads a part, such as a pool of cached entries.
     """
     size = min(case.bytes, sum(t.nbytes for t in tensors(arguments)))
     return min(MAX_SETS, 1 + L2_BYTES // max(1, size))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HINT = "pip install 'deepseek-attn[experiments]'"
 
 FOREGROUND, MUTED = "#010203", "#040506"
-SERIES = tuple(f"#0a0b{index:02x}" for index in range(24))  # more series begin again
+SERIES = tuple(f"#0a0b{index:02x}" for index in range(24))  # further series repeat the colours
 VARIABLES = {FOREGROUND: "var(--fg)", MUTED: "var(--muted)"} | {
     color: f"var(--c{index})" for index, color in enumerate(SERIES)
 }
@@ -43,7 +43,7 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
 }
 
-# keys that distinguish rows of one series, as far as the rows have them
+# keys that distinguish rows of one series; rows may lack some
 LABELS = ("op", "label", "implementation", "layer", "mode", "tokens", "batch", "context")
 
 
@@ -52,7 +52,7 @@ def have_matplotlib() -> bool:
 
 
 def check_picture(path: Path) -> None:
-    """ValueError if matplotlib is missing, or does not write this kind of file."""
+    """ValueError if matplotlib is missing or cannot write this file format."""
     if not have_matplotlib():
         raise ValueError(f"--plot needs matplotlib: {HINT}")
     from matplotlib.figure import Figure
@@ -70,7 +70,7 @@ def bar_chart(path: Path, rows: list[dict], series: tuple[str, ...]) -> None:
         series: keys of a row; rows that agree in all of them share a colour.
 
     Raises:
-        ValueError: matplotlib is missing, or does not write this kind of file; nothing was written.
+        ValueError: matplotlib is missing or cannot write this file format; nothing was written.
     """
     check_picture(path)
     from matplotlib.figure import Figure

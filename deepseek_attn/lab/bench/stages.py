@@ -32,9 +32,9 @@ Calls = dict[str, list[Callable[[], object]]]
 
 
 def stage_works(runner: ModelRunner, shape: StepShape) -> dict[str, list[FloorWork]]:
-    """Work of each stage, by block; of the head once, for the last row of each request.
+    """Work of each stage, one item per block. The head has one item: the last row of each request.
 
-    The shared expert and layers without a router count as experts, norms between sublayers as hyper-connections do.
+    The shared expert and dense FFNs count as experts. Norms between sublayers count as hyper-connections.
     """
     specs = runner.backbone_layers
     work = ModelWork(runner.config, runner.numerics, runner.dtype, specs)
@@ -51,18 +51,20 @@ def stage_works(runner: ModelRunner, shape: StepShape) -> dict[str, list[FloorWo
 
 
 def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor) -> Calls:
-    """Calls that together compute the blocks and the head of a step, on random hidden states.
+    """Splits a model step into one list of calls per stage, so that each stage can be timed alone.
+
+    The calls take random hidden states: no stage needs the result of another. Together they cover all blocks and the
+    head.
 
     Args:
         step: metadata of the step, with rows of Engram tables on the device.
-        last_rows: int64, the rows that logits are computed for, of those that the last layer computes.
+        last_rows: int64, rows to compute logits for, as indices into the rows of the last layer.
 
     Returns:
-        Calls by stage, for the model's stages. Their order matters: attention layers of V4.1 read results of earlier
-        layers.
+        Calls by stage. Run the calls of a stage in order: attention layers of V4.1 read results of earlier layers.
 
     Notes:
-        Experts are chosen by the router of each block, from hidden states of that block alone.
+        The router of each block chooses the experts from the random hidden states of that block.
     """
     model, config, device = runner.whole_model(), runner.config, runner.device
     generator = torch.Generator(device).manual_seed(0)
@@ -85,7 +87,7 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
         calls[ATTENTION].append(partial(attention, x, step))
         calls[NORMS] += [partial(layer.attn_input, output), partial(layer.ffn_input, output)]
         if isinstance(layer, deepseek_v41.DeepseekV41Block) and isinstance(output, DelayedOutput) and layer.engram:
-            calls[NORMS].append(partial(hc_post, *output.streams))  # not with the collapse: the memory comes between
+            calls[NORMS].append(partial(hc_post, *output.streams))  # not fused with the collapse: Engram is between
             calls[ENGRAM].append(partial(layer.add_memory, streams, step))
         if isinstance(layer.ffn, MoE):
             calls[ROUTING].append(partial(layer.ffn.gate, x, token_ids))
@@ -103,7 +105,10 @@ def _attention(attn: nn.Module, x: torch.Tensor, step: StepMetadata) -> torch.Te
 def _first_attention(
     attn: nn.Module, outer: StepMetadata, trailing: TrailingStep, x: torch.Tensor, step: StepMetadata
 ) -> torch.Tensor | None:
-    """The attention of the first layer with fewer rows ``x [T', hidden_size]``, which are repeated for keys of all."""
+    """Attention of the first layer that computes only trailing rows ``x [T', hidden_size]``.
+
+    If this layer still makes the keys of all rows, ``x`` is repeated to the length of the outer step.
+    """
     if isinstance(attn, DeepseekV41MLAAttention) and trailing.queries_only:
         return attn.forward_trailing(
             x.repeat(-(-len(outer.positions) // len(x)), 1)[: len(outer.positions)], outer, trailing

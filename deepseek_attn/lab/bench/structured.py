@@ -1,4 +1,4 @@
-"""Timing structured output: what a token costs the host (llguidance's mask) and the device (applying it)."""
+"""Timing structured output: cost per token on the host (llguidance's mask) and on the device (applying the mask)."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ LONGEST_PIECE = 12  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class MaskTiming(Timing):
-    """The mask of one token, and applying it to a row of logits.
+    """Time to compute the mask of one token, and to apply it to a row of logits.
 
     Attributes:
-        microseconds, low, high: of llguidance, on the host: the last token is consumed, and the next mask computed.
-        structure: one of `KINDS`.
-        compile_ms: of the grammar, once per text of a grammar and process.
-        tokens: masks that were timed.
+        microseconds, low, high: time of llguidance on the host to consume the last token and compute the next mask.
+        structure: its kind, a name in `KINDS`.
+        compile_ms: time to compile the grammar, once per grammar text and process.
+        tokens: number of timed masks.
         allowed: mean share of the vocabulary that a mask allows.
-        apply_us: median of applying one mask on ``device``: copy, expansion and -inf.
+        apply_us: median time to apply one mask on ``device``: copy it, expand it and set logits to -inf.
     """
 
     structure: str
@@ -74,7 +74,7 @@ class MaskTiming(Timing):
 
 
 def time_masks(tokenizer: Tokenizer, vocab_size: int, tokens: int, device: torch.device) -> Iterator[MaskTiming]:
-    """Follows texts of allowed tokens, drawn evenly, through each of `STRUCTURES`."""
+    """Times the masks along random texts, whose tokens are drawn uniformly from the allowed ones, for `STRUCTURES`."""
     logits = torch.zeros(1, vocab_size, dtype=torch.float32, device=device)
     for kind in KINDS:
         params = SamplingParams(**{kind: STRUCTURES[kind]})
@@ -101,9 +101,9 @@ def time_masks(tokenizer: Tokenizer, vocab_size: int, tokens: int, device: torch
 
 @contextmanager
 def wide_tokenizer(vocab_size: int) -> Iterator[Tokenizer]:
-    """A byte-level tokenizer with as many tokens as the model, for the models without one: pieces of the sample text.
+    """A byte-level tokenizer of ``vocab_size`` pieces of the sample text, for models without a tokenizer.
 
-    It is as wide as a published one, and does not divide a text as that does.
+    The vocabulary has the published size, but texts are split differently.
     """
     tokenizer, bytes_of = make_tokenizer(vocab_size), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocabulary = tokenizer.get_vocab()
@@ -119,7 +119,7 @@ def wide_tokenizer(vocab_size: int) -> Iterator[Tokenizer]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Short pieces first; letters in any order where the text has too few."""
+    """Pieces of the text, short pieces first; then strings of letters, in case the text has too few pieces."""
     for length in range(2, LONGEST_PIECE + 1):
         yield from (text[start : start + length] for start in range(0, len(text) - length, 7))
     for length in range(2, LONGEST_PIECE + 1):

@@ -48,7 +48,7 @@ class KernelTiming(Timing):
 
     Attributes:
         launches: kernels of one run; None if they were not counted.
-        kernels: (name, launches, microseconds) of each kernel, if they were counted.
+        kernels: (name, launches, microseconds) of each kernel; empty if they were not counted.
     """
 
     launches: float | None = None
@@ -132,7 +132,7 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float, float]]:
 
 
 class GraphReplays:
-    """Keeps which CUDA graphs are replayed in its context, so that they can be timed without their host.
+    """Records the CUDA graphs replayed in its context, so that they can be timed without host overhead.
 
     Attributes:
         graphs: one entry per replay, in order.
@@ -158,7 +158,7 @@ class GraphReplays:
     def device_seconds(self, first: int, last: int) -> float:
         """Seconds of replays ``first`` to ``last`` - 1, back to back, on their last inputs.
 
-        They overwrite the same cache entries again: no sequence may still need them.
+        The replays overwrite cache entries: no sequence may still need them.
         """
         marks = []
         for graph in self.graphs[first:last]:

@@ -1,7 +1,7 @@
 """Timing the rows of launch tables side by side, in the stages of a model's steps: the data behind the tables.
 
-A table's row is timed where it counts: in a replay of the stage that launches it, with weights that are not in the L2
-cache and with the launches before and after it. So a kernel that is faster alone, but delays the next one, loses.
+Each row is timed in a replay of the stage that launches it: weights are not in the L2 cache, and neighbouring launches
+run before and after it. A kernel that is faster alone but delays the next launch loses.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def rivals(consulted: Consulted, gpu: GPU, nearest: int | None = None) -> list[R
     """Rows that could replace the taken row for a problem.
 
     Args:
-        nearest: at most so many on either side of it in the table; None for all.
+        nearest: maximal number of rows on either side of the taken row in the table; None for all.
     """
     table, problem, choice = consulted
     rows = table.candidates(problem, gpu)
@@ -127,7 +127,7 @@ def time_tables(
     Args:
         tokens: new tokens of each sequence; context: its length after the step.
         nearest: as in `rivals`.
-        seen: problems that were timed before. They are left out, and the problems of this step are added.
+        seen: problems to skip because they were timed before; the problems of this step are added.
 
     Raises:
         ValueError: sizes that the runner was not made for.
@@ -153,9 +153,15 @@ def time_tables(
 def compiled_rows(
     calls: Sequence[Callable[[], object]], tables: Sequence[Table], here: GPU, nearest: int | None, seen: set[Any]
 ) -> tuple[list[Consulted], dict[Any, list[Row]]]:
-    """What ``calls`` ask ``tables``, and by (table, problem) the rivals whose kernels compile; adds these to ``seen``.
+    """Records the lookups of ``calls`` in ``tables``, and compiles the rivals of each new problem.
 
-    Launches are recorded first, so that all kernels are compiled in parallel, those of the taken rows included.
+    All launches are recorded before any kernel is compiled, so that compilation runs in parallel.
+
+    Args:
+        seen: problems to skip; new problems are added.
+
+    Returns:
+        The lookups, and by (table name, problem) the rival rows whose kernels compile.
     """
     from deepseek_attn.runner.ahead.pool import compile_variants  # imports triton
     from deepseek_attn.runner.ahead.recording import recorded_launches
@@ -186,7 +192,7 @@ def compiled_rows(
 def _time_rows(
     calls: Sequence[Callable[[], object]], consulted: Consulted, rows: Sequence[Row], repeats: int
 ) -> Iterator[RowTiming]:
-    """The row that was taken, then ``rows``: replays of all of them take turns, so that clocks weigh on all alike."""
+    """Timings of the taken row, then of ``rows``. Replays alternate between rows: clock changes affect all alike."""
     table, problem, taken = consulted
     device = torch.device("cuda", torch.cuda.current_device())
     choices, graphs = [taken], [captured(calls)]

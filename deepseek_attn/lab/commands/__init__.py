@@ -1,1 +1,1 @@
-"""Commands of the laboratory, which `deepseek_attn.cli` imports when one of them is asked for."""
+"""Commands of the laboratory. `deepseek_attn.cli` imports a command's module when the command is run."""

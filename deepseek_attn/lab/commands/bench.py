@@ -1,4 +1,4 @@
-"""``deepseek-attn bench WHAT``: times of ops, layers, steps, decoding and structured output; memory of a GPU."""
+"""``deepseek-attn bench``: times of ops, layers, steps, decoding and structured output; memory of a GPU."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def add_memory_parser(what: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Checks the flags before torch is imported, then runs what was asked for."""
+    """Checks the flags before torch is imported, then runs the chosen benchmark."""
     check_flags(args)
     from deepseek_attn.lab.commands import bench_runs as runs  # imports torch
 

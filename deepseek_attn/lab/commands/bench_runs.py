@@ -1,4 +1,4 @@
-"""Runs of ``deepseek-attn bench``: what is timed, printed as a table and as one JSON line."""
+"""Runs of ``deepseek-attn bench``: timings, printed as a table and as one JSON line."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_ops(args: argparse.Namespace) -> None:
 
 
 def run_layer(args: argparse.Namespace) -> None:
-    """Times attention layers: each wanted one with each backend, at all sizes."""
+    """Times each chosen attention layer with each backend, at all sizes."""
     device, config = pick_device(args.device), ModelConfig.from_pretrained(args.model)
     groups = [instances(config, layer, args.instances) for layer in args.layers or first_of_each_kind(config)]
     limits = ceilings(device)
@@ -94,7 +94,7 @@ def run_layer(args: argparse.Namespace) -> None:
         source = RepeatingSource(config)
         for backend in args.backends:
             torch.manual_seed(0)
-            runner = None  # its memory is free before the next one is made
+            runner = None  # free its memory before the next runner is made
             runner = ModelRunner.from_source(
                 config, source, layers=config.with_sources(group), attention_only=True, backend=backend,
                 device=device, numerics=args.numerics, index_keys=args.index_keys, dtype=args.dtype, progress=False,
@@ -201,7 +201,7 @@ def run_tune(args: argparse.Namespace) -> None:
                 timing.table, row.kernel, row.when, batch, tokens, context, row.microseconds, taken,
                 row.microseconds / timing.taken.microseconds,
             )  # fmt: skip
-        if args.out is not None:  # anew for every problem: a run that is stopped keeps what it has measured
+        if args.out is not None:  # rewritten after every problem, so that an interrupted run keeps its measurements
             write_text(args.out, json_lines(run | {name: rows for name, rows in found.items() if rows}))
         if args.minutes is not None and seconds_since(started) > 60 * args.minutes:
             break
@@ -211,7 +211,7 @@ def run_tune(args: argparse.Namespace) -> None:
 def run_engine(args: argparse.Namespace) -> None:
     """Times greedy decoding of an engine in each of the ways, at all batch sizes."""
     if args.structured:
-        import_llguidance()  # a missing extra is named before the model is loaded
+        import_llguidance()  # report a missing extra before the model is loaded
     runner = engine_runner(args, checkpoint_to_time(args))
     show_report(runner, args)
     drafts = [n for n in args.drafts if n > 0]
@@ -274,7 +274,7 @@ def run_structured(args: argparse.Namespace) -> None:
 
 
 def run_memory(args: argparse.Namespace) -> None:
-    """Measures the memory of runs within each of the limits, beside what is predicted."""
+    """Measures the memory of runs at each combination of limits, and prints it beside the prediction."""
     device = pick_device(None)
     if device.type != "cuda":
         raise ValueError("bench memory measures a GPU, and there is none here: plan --gpu h100 (or h200) predicts")
@@ -309,7 +309,7 @@ def checkpoint_to_time(args: argparse.Namespace) -> str | Path | None:
 
 
 def engine_runner(args: argparse.Namespace, checkpoint: str | Path | None) -> ModelRunner:
-    """The runner of a checkpoint, or of a config with random weights, with as much cache as the requests need."""
+    """The runner of a checkpoint, or of a config with random weights. Its caches are sized to the requests."""
     options = {
         "device": args.device, "numerics": args.numerics, "index_keys": args.index_keys, "dtype": args.dtype,
         "backend": args.backend, "deterministic": args.deterministic,
@@ -339,9 +339,9 @@ def finish(args: argparse.Namespace, run: dict, rows: list[dict], series: tuple[
 
 
 def instances(config: AnyConfig, layer: int, count: int) -> list[int]:
-    """Layer ``layer`` and the next ones of its kind and with its sources, ``count`` in all, or as many as there are."""
+    """Layer ``layer`` and up to ``count - 1`` other layers of the same kind with the same sources."""
     if not 0 <= layer < len(config.layers):
-        return [layer]  # the runner says that there is no such layer
+        return [layer]  # the runner raises the error for an unknown layer
     first = config.layers[layer]
     alike = (spec for spec in config.layers if (spec.kind, spec.sources) == (first.kind, first.sources))
     return [layer, *(spec.index for spec in alike if spec.index != layer)][:count]

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     experiment = load_experiment(args.config)
     folder = Path(args.out) if args.out else Path("results") / experiment.name
-    # results may come from a machine with another device: nothing is asked of this one until there is work for it
+    # results may come from a machine with another device: do not check this machine's device until there is work for it
     device = str(parse_device(args.device or experiment.device or recorded_device(folder)))
     failed, paused = [], 0
     check_documents(experiment, folder)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def resume_command(args: argparse.Namespace) -> str:
-    """The command that goes on with the same experiment in the same folder."""
+    """The command that continues the experiment in the same folder."""
     flags = {"--out": args.out, "--device": args.device}
     given = [word for flag, value in flags.items() if value for word in (flag, value)]
     return shlex.join(["deepseek-attn", "experiment", "resume", args.config, *given])

@@ -1,4 +1,4 @@
-"""``deepseek-attn inspect``: a page that shows what the tokens of a prompt read."""
+"""``deepseek-attn inspect``: an HTML page of the attention weights of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
         )
     json_path = Path(args.json) if args.json else out.with_suffix(".json")
     check_output(json_path, "--json")
-    if args.json is None:  # a name that nobody gave
+    if args.json is None:  # a default name, not given by the user
         check_replaceable(json_path, MADE_BY)
     if os.path.realpath(out) == os.path.realpath(json_path):
         raise ValueError(
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
     options = runner_options(args)
     options.update(max_model_len=len(prompt), max_num_seqs=1, max_snapshots=0)
     queries = None if ranges is None else expand(ranges, len(prompt))
-    # wrong choices are found before the weights are loaded
+    # report wrong choices before the weights are loaded
     choice = choose_reads(config, config.layers, len(prompt), queries, args.top, args.layers)
     runner = ModelRunner.from_pretrained(model, **options)
     show_report(runner, args)
@@ -130,7 +130,7 @@ def parse_positions(text: str | None) -> list[range] | None:
 
 
 def expand(ranges: list[range], length: int) -> list[int]:
-    """The positions; ValueError for one that a prompt of ``length`` tokens does not have."""
+    """The positions of ``ranges``; ValueError for a position outside a prompt of ``length`` tokens."""
     for positions in ranges:
         if not -length <= positions.start <= positions[-1] < length:
             outside = positions.start if positions.start < -length else positions[-1]

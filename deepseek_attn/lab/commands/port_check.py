@@ -1,4 +1,4 @@
-"""``deepseek-attn port-check``: golden results of small models beside another implementation's."""
+"""``deepseek-attn port-check``: compares another implementation's results with golden results of small models."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _write(args: argparse.Namespace) -> int:
             with PretrainedSource(args.model) as source:
                 source.layers, source.attention_only = source.config.with_sources([layer]), True
                 fixtures[layer] = golden.of_checkpoint(source.config, source, layer)
-        Path(args.write).mkdir(parents=True, exist_ok=True)  # once nothing about the model can be wrong
+        Path(args.write).mkdir(parents=True, exist_ok=True)  # after all checks of the model
         written = [Path(args.write) / f"layer_{layer}.safetensors" for layer in fixtures]
         for path, fixture in zip(written, fixtures.values(), strict=True):
             fixture.save(path)

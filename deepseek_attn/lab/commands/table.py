@@ -33,6 +33,6 @@ class PrintedTable:
 
 
 def print_kernels(timing: KernelTiming) -> None:
-    """A line per kernel, if they were counted."""
+    """Prints a line per kernel, if kernels were counted."""
     for name, count, microseconds in timing.kernels:
         show(f"    {microseconds:>9.1f} us {count:>6.1f} x  {name[:100]}")

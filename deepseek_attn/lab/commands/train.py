@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from deepseek_attn.config.model import AnyConfig
     from deepseek_attn.lab.training.task import Task
 
-STATE = ".training-state"  # behind the name of the checkpoint directory
+STATE = ".training-state"  # suffix of the checkpoint directory's name
 SYNTHETIC = ("recall", "needle", "copy", "variables", "common_words", "frequent_words")
-FACTS_FILE = "training.json"  # beside the checkpoint: how it was made
+FACTS_FILE = "training.json"  # file beside the checkpoint that describes its training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         check_new_directory(args.out)
     pick_device(args.device)
-    config = checked_family(ModelConfig.from_pretrained(args.config))  # before a text is read
+    config = checked_family(ModelConfig.from_pretrained(args.config))  # checked before a text is read
     mtp = MtpTraining(**mtp_options(args, config)).filled(args.steps, args.lr, args.weight_decay)
     if args.task:
         task = make_task(args.task, config.vocab_size, gap=args.gap)
@@ -122,7 +122,7 @@ def read_facts(directory: Path) -> str | None:
 
 
 def task_key(task: Task) -> str:
-    """Names a task and all that its batches depend on."""
+    """Identifies a task together with everything its batches depend on."""
     facts = {name: value for name, value in vars(task).items() if isinstance(value, (int, str, range))}
     ids = getattr(task, "ids", None)
     digest = "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest()

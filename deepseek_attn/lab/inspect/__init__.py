@@ -1,4 +1,4 @@
-"""What the tokens of a sequence read: weights of attention by layer and head, as records, JSON and one HTML page."""
+"""Attention weights of the tokens of a sequence, by layer and head, as records, JSON and one HTML page."""
 
 from deepseek_attn.lab.inspect.inspection import inspect_attention
 from deepseek_attn.lab.inspect.page import token_texts, write_page

@@ -1,6 +1,6 @@
-"""`inspect_attention`: what the tokens of one sequence read, layer by layer and head by head.
+"""`inspect_attention`: attention weights of the tokens of one sequence, by layer and head.
 
-While a runner computes the sequence, each layer's call is observed once: sums over all queries are kept, and the
+While a runner computes the sequence, each layer's call is observed once. It keeps sums over all queries, and the
 largest weights of chosen queries. Additional memory is one layer's keys, a few blocks of logits (`BLOCK_BYTES`) and
 at most `MAX_WEIGHTS` weights, however long the sequence.
 """
@@ -52,7 +52,7 @@ def inspect_attention(
     layers: Iterable[int] | None = None,
     progress: bool = False,
 ) -> Inspection:
-    """Computes a sequence and records what its tokens read.
+    """Computes a sequence and records the attention weights of its tokens.
 
     Args:
         runner: a whole model on one rank; its other sequences are not touched.
@@ -60,7 +60,7 @@ def inspect_attention(
         queries: positions of the tokens whose reads are recorded; negative positions count from the end. Default: the
             last tokens, up to `MAX_WEIGHTS`.
         top: recorded tokens of the window, and recorded entries, per query, layer and head: the largest weights.
-        layers: numbers of the layers to look at; default: all that the runner holds.
+        layers: numbers of the layers to record; default: all layers that the runner holds.
         progress: show a bar over the tokens, on a terminal.
 
     Raises:
@@ -162,7 +162,7 @@ def choose_reads(
 
 
 def _rows_per_query(config: AnyConfig, spec: LayerSpec | V32LayerSpec) -> int:
-    """Sets of ``top`` weights that are kept of one query in one layer."""
+    """Sets of ``top`` weights kept per query in one layer."""
     kinds = isinstance(config, DeepseekV4Base) + (spec.ratio > 0)  # the window of V4, and entries
     return kinds * (config.num_attention_heads + 1) + INDEX_ROWS * spec.has_indexer
 
@@ -172,9 +172,9 @@ class LayerRecord:
     """One layer over the steps of a sequence: sums over its queries, and the reads of chosen queries.
 
     Attributes:
-        queries: positions of the chosen queries; top: keys that are kept of each, per head.
+        queries: positions of the chosen queries; top: keys kept per query and head.
         reads: by position.
-        shares: float64 ``[heads, 4]``, sums of the values of `Shares`; count: queries so far.
+        shares: float64 ``[heads, 4]``, sums of the values of `Shares`; count: number of queries so far.
         index: float64 ``[3]``, sums of recall, chance and kept.
         index_count: number of queries in these sums.
         difference: largest difference between the layer's output and the output of these weights.
@@ -266,7 +266,10 @@ class LayerRecord:
         return Shares(sink, window, entries, None if self.layer.window_size else recent)
 
     def _index_reads(self, block: QueryBlock, call: AttentionCall) -> dict[int, IndexRead]:
-        """Selections of the indexer for the chosen queries of a block, by position; adds up all that select."""
+        """Selections of the indexer for the chosen queries of a block, by position.
+
+        Adds the quality of every selection of the block to ``index``, also of queries that are not chosen.
+        """
         quality = None if self.layer.indexer is None else selection_quality(block, self.layer.index_topk)
         found: dict[int, IndexRead] = {}
         if quality is None:
@@ -301,12 +304,12 @@ class LayerRecord:
 
 
 def _with_mean(values: Tensor) -> Tensor:
-    """``[n, heads, ...]`` and the mean of the heads behind them."""
+    """``[n, heads, ...]`` with the mean over heads appended."""
     return torch.cat([values, values.mean(1, keepdim=True)], dim=1)
 
 
 class Largest(NamedTuple):
-    """Keys with the largest weights of one query in one head, largest first; none of weight 0."""
+    """Keys with the largest weights of one query in one head, largest first. Keys of weight 0 are left out."""
 
     keys: list[int]
     weights: list[float]

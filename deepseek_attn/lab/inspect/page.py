@@ -14,7 +14,7 @@ from deepseek_attn.utils.pages import page_templates, script_data
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token; joined, the text of all. Of a character in several tokens only the last has it."""
+    """The text of each token; joined, they give the whole text. A character of several tokens belongs to the last."""
     decoder = IncrementalDecoder(tokenizer)
     texts = [decoder.push(token) for token in token_ids]
     if texts:
@@ -23,7 +23,7 @@ def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
 
 class Opening(NamedTuple):
-    """Places of the query and the layer that the page shows first."""
+    """Indices of the query and the layer that the page shows first."""
 
     query: int
     layer: int
@@ -56,10 +56,10 @@ def make_page(inspection: Inspection, text: list[str] | None, title: str) -> str
 def write_page(
     inspection: Inspection, path: Path, json_path: Path, text: list[str] | None = None, title: str = "What tokens read"
 ) -> None:
-    """Writes the page and its JSON; each appears complete, and neither if one of them cannot be written.
+    """Writes the page and its JSON. Each file appears complete; if either cannot be written, neither appears.
 
     Raises:
-        ValueError: which one cannot be written, with the reason.
+        ValueError: a file cannot be written; the message names it and the reason.
     """
     data = json.dumps(inspection.to_json(text), allow_nan=False, separators=(",", ":"))
     with appearing(path) as page_file:

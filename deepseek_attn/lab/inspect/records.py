@@ -33,7 +33,7 @@ class HeadRead:
     """Reads of one query in one head, or in the mean of the heads.
 
     Attributes:
-        shares: of all that it read.
+        shares: attention by kind of key.
         tokens, token_weights: positions of window tokens and their weights: the largest, at most `Inspection.top`.
         entries, entry_weights: numbers of entries and their weights: the largest, at most `Inspection.top`.
     """
@@ -71,7 +71,7 @@ class IndexRead:
 
 @dataclass(frozen=True)
 class LayerRead:
-    """Reads of one query in one layer: by head, and in the mean of the heads; ``index`` if the indexer chose."""
+    """Reads of one query in one layer: by head, and in the mean of the heads; ``index`` if the indexer selected."""
 
     layer: int
     heads: list[HeadRead]

@@ -71,22 +71,22 @@ class QueryBlock:
         return self.in_window.shape[1]
 
     def weights(self) -> AttentionWeights:
-        """Of the keys that were read."""
+        """Weights of the keys that were read."""
         return softmax_with_sink(self.logits, torch.cat([self.in_window, self.read], 1), self.sink)
 
 
 def query_blocks(layer: Layer, call: AttentionCall, more_keys: int = 0) -> Iterator[QueryBlock]:
-    """The queries of a call, within `BLOCK_BYTES` or one at a time.
+    """Yields the queries of a call in blocks of at most `BLOCK_BYTES`; a block has at least one query.
 
     Args:
         layer: the layer that made the call, in a step of one sequence without padding.
-        more_keys: keys beside those of the block that the caller computes logits for.
+        more_keys: number of further keys that the caller computes logits for.
     """
     step, heads = _step(layer), layer.num_heads
     first, end = int(step.positions[0]), int(step.positions[-1]) + 1
     window, ratio = layer.window_size, layer.spec.ratio
     oldest = max(0, first - window + 1) if window else end
-    dtype = call.q.dtype  # holds the values of every record that a runner writes exactly
+    dtype = call.q.dtype  # represents the values of every cache record exactly
     tokens, entries = call.q.new_empty(2, 0, layer.head_dim, dtype=torch.float32)
     if window and isinstance(layer, DeepseekV4MLAAttention):
         tokens = _window_keys(layer, step, oldest, end, dtype).float()
@@ -139,7 +139,7 @@ class SelectionQuality(NamedTuple):
 
 
 def selection_quality(block: QueryBlock, topk: int | None) -> SelectionQuality | None:
-    """Quality of the ``topk`` entries that each query of a block read; None where none had to leave any out.
+    """Quality of the ``topk`` entries that each query of a block read; None if every query read all visible entries.
 
     Args:
         topk: of the layer; None without an indexer.
@@ -163,9 +163,9 @@ def selection_quality(block: QueryBlock, topk: int | None) -> SelectionQuality |
 
 
 def index_scores(layer: Layer, call: AttentionCall, rows: list[int]) -> Tensor:
-    """The indexer's scores of the queries ``rows`` of a call, which had to leave entries out: float32 ``[m, E]``.
+    """The indexer's scores for the queries ``rows`` of a call that read only some visible entries, float32 ``[m, E]``.
 
-    A query has scores for the entries that it sees; other columns are undefined.
+    Columns of invisible entries are undefined.
     """
     step, indexer = _step(layer), layer.indexer
     assert indexer is not None
@@ -189,7 +189,7 @@ def _step(layer: Layer) -> StepMetadata:
 
 
 def _window_keys(layer: DeepseekV4MLAAttention, step: StepMetadata, start: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Keys of the tokens from ``start`` to ``end``, whose pages the step still holds."""
+    """Window keys of tokens ``start`` to ``end``, read from pages that the step still holds."""
     pool, position = layer.swa_cache, torch.arange(start, end, device=step.positions.device)
     pages = step.window.block_table[0].long()[position // pool.entries]
     return pool.gather(pages * pool.entries + position % pool.entries, dtype)

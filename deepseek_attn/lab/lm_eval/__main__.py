@@ -2,7 +2,7 @@
 
     python -m deepseek_attn.lab.lm_eval --model deepseek_attn --model_args pretrained=DIR --tasks hellaswag
 
-The harness (0.4.13) finds models in its registry alone and reads no entry points: so this module registers ours first.
+The harness (0.4.13) looks models up in its registry and reads no entry points, so this module registers ours first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The model ``deepseek_attn`` of lm-evaluation-harness, over `LLM`.
 
-Tokens, truncation and stops are those of the harness's own model for transformers (``hf``), so that numbers compare.
+Tokenisation, truncation and stop strings match the harness's model for transformers (``hf``), so that results compare.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}: pip install 'deepseek-attn[lm-eval]'", name=error.name) from error
 
 logger = logging.getLogger(__name__)
-MAX_NEW_TOKENS = 256  # where a task does not say
+MAX_NEW_TOKENS = 256  # for tasks without a limit
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", *PENALTIES)
 OF_THE_HARNESS = ("do_sample", "until", "max_gen_toks")
-Scored = tuple[Any, list[int], list[int]]  # a key, context and continuation
+Scored = tuple[Any, list[int], list[int]]  # cache key, context, continuation
 
 
 @register_model("deepseek_attn")
@@ -46,7 +46,7 @@ class DeepseekAttnLM(TemplateLM):
         pretrained: directory or hub id; default: the small checkpoint of the package.
         batch_size, max_batch_size: not used; ``max_num_seqs`` and ``max_num_batched_tokens`` bound a step.
         device: as in `LLM`; None: its default.
-        add_bos_token: texts begin with the BOS token, unless it is written there.
+        add_bos_token: prepend the BOS token to texts that do not contain it.
         options: options of `LLM`, for instance ``max_model_len=4096``.
 
     Raises:
@@ -72,7 +72,7 @@ class DeepseekAttnLM(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
-        """As the harness has it, except that ``--model_args`` may have the names of its own options (``device``)."""
+        """Like the harness's method, but ``--model_args`` may contain the harness's own options (``device``)."""
         others = {name: value for name, value in (additional_config or {}).items() if name not in arg_dict}
         return super().create_from_arg_obj(arg_dict, others)
 
@@ -97,18 +97,18 @@ class DeepseekAttnLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The longest context: ``max_model_len``, less one place for the last token that is scored."""
+        """The longest context: ``max_model_len`` less one position, for the last scored token."""
         return self.llm.runner.layout.max_model_len - 1
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids; BOS comes first by default, unless the text has it written out."""
+        """Token ids; by default they begin with BOS, unless the text already contains it."""
         wanted = self.add_bos_token if add_special_tokens is None else add_special_tokens
         return self.texts.encode_prompt(string) if wanted else self.texts.encode(string)
 
     def _loglikelihood_tokens(self, requests: list[Scored], **kwargs: Any) -> list[tuple[float, bool]]:
         """Sum of the log-probabilities of each continuation, and whether greedy decoding gives it.
 
-        What is longer than ``max_length`` and one token loses its beginning.
+        Texts of more than ``max_length + 1`` tokens lose their beginning.
         """
         texts = []
         for _, context, continuation in requests:
@@ -132,9 +132,9 @@ class DeepseekAttnLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text after BOS; of one that is too long, in windows that count a token once.
+        """Log-probability of each whole text after BOS. Long texts are scored in windows; each token counts once.
 
-        With ``add_bos_token=True``, `hf` scores a second BOS within the text; here there is one.
+        With ``add_bos_token=True``, `hf` scores a second BOS within the text; this method does not add one.
         """
         windows: list[Scored] = []
         counts = []
@@ -176,13 +176,16 @@ class DeepseekAttnLM(TemplateLM):
         return texts
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Names the encoding, for the harness's records; None without one. `apply_chat_template` does not read it."""
+        """Name of the chat encoding, for the harness's records; None without one. `apply_chat_template` ignores it."""
         if chat_template is False or chat_template is None:
             return None
         return self.llm.chat_prompt([{"role": "user", "content": ""}])[1]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, BOS and special tokens written out; without the prompt its last turn goes on."""
+        """The text of a conversation, including BOS and special tokens.
+
+        Without ``add_generation_prompt`` the last message stays open, and the model continues it.
+        """
         ids, _ = self.llm.chat_prompt(chat_history, continue_final_message=not add_generation_prompt)
         return self.texts.decode(ids)
 
@@ -191,7 +194,7 @@ def sampling_params(options: dict[str, Any], max_tokens: int, until: list[str]) 
     """Parameters of a task's generation options.
 
     Raises:
-        ValueError: an option that is not known here; the message lists those that are.
+        ValueError: an unknown option; the message lists the supported options.
     """
     unknown = sorted(options.keys() - {*SAMPLING, *OF_THE_HARNESS})
     if unknown:

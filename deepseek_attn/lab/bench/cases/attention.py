@@ -61,10 +61,10 @@ def cases(device: torch.device) -> list[OpCase]:
 def _decode(
     label: str, record: Record, heads: int, widths: tuple[int, ...], B: int, n: int, device: torch.device
 ) -> OpCase:
-    """``n`` query tokens of each of ``B`` requests over ``widths[i]`` keys of pool ``i``, each.
+    """``B`` requests with ``n`` query tokens each; every query reads ``widths[i]`` keys of pool ``i``.
 
-    Our kernel takes rows of tokens, FlashMLA the rows of a request together. Its inputs are prepared beforehand, so
-    that only its kernel is timed: padded heads and, for V3.2, index rows with -1 past the lengths.
+    Our kernel takes one row per token; FlashMLA takes the tokens of a request together. FlashMLA's inputs are prepared
+    beforehand (padded heads and, for V3.2, -1 past the lengths of index rows), so that only the kernel is timed.
     """
     T, scale = B * n, record.dim**-0.5
 
@@ -88,7 +88,7 @@ def _decode(
         return flash_mla.sparse_decode(theirs.q, theirs.keys, scale, theirs.sink, schedule())[0]
 
     width = sum(widths)
-    entries = sum(min(T * K, PAGE * PAGES) for K in widths)  # no more than the pool has
+    entries = sum(min(T * K, PAGE * PAGES) for K in widths)  # at most the whole pool
     size = record.entry_bytes * entries + T * (2 * heads * (record.dim + D_V) + 4 * width)
     run = _with_flash_mla(triton, flashmla, AttentionSpec(heads, record.dim), device)
     return OpCase("sparse_attention", label, make, run, size, 2 * T * heads * width * (record.dim + D_V))
@@ -97,7 +97,7 @@ def _decode(
 def for_flash_mla(q: Tensor, sink: Tensor | None, keys: list[PagedKeys], n: int) -> Query:
     """Arguments of `flash_mla.sparse_decode` for the rows of requests with ``n`` query tokens each.
 
-    Heads are padded. Keys of V3.2, and of several tokens per request, come without lengths: all columns must count.
+    Heads are padded. Keys have no lengths for V3.2 or for several tokens per request: every column must hold a key.
     """
     missing = flash_mla.padded_heads(q.shape[1]) - q.shape[1]
     q, sink = F.pad(q, (0, 0, 0, missing)), None if sink is None else F.pad(sink, (0, missing))

@@ -107,7 +107,7 @@ def _compress_case(label: str, ratio: int, T: int, requests: int, positions: tor
         valid = torch.ones(T, dtype=torch.bool, device=device)
         prefix = at.view(requests, new)[:, 0].int()
         batch = CompressBatch(ratio, ratio == 4, rows, at, owners, starts, prefix, rings, slots, valid, new)
-        # tensors by themselves, so that the size of a set is known
+        # tensors of their own, so that the size of a set is known
         return parts, batch, [tensor for part in parts for tensor in (part.kv, part.score, part.state)]
 
     run = {"triton": lambda parts, batch, _: compress_and_insert(parts, batch)}

@@ -59,7 +59,7 @@ def _query(T: int, key_format: str) -> OpCase:
 
 
 def _pool_of(record: Record, B: int, entries: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pool of random bytes that are numbers, and a table of its pages in random order."""
+    """A pool of random bytes that decode to finite numbers, and its block table in random order."""
     pages = B * entries // PAGE
     pool = torch.randint(0, 0x70, (pages, record.page_bytes(PAGE)), dtype=torch.uint8, device=device)
     if record.name == "index_fp8":

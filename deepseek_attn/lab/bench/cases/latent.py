@@ -26,7 +26,7 @@ def cases(device: torch.device) -> list[OpCase]:
 
 
 def _weight(outputs: int, device: torch.device, g: torch.Generator) -> LatentWeight:
-    """A half of ``kv_b_proj`` in the checkpoint's FP8 layout: rows of the other half lie between the heads."""
+    """One half (keys or values) of ``kv_b_proj`` in the checkpoint's FP8 layout: the two halves alternate by head."""
     both = torch.randn(HEADS, NOPE + VALUES, RANK, device=device, generator=g).to(torch.float8_e4m3fn)
     grid = (HEADS, (NOPE + VALUES) // WEIGHT_BLOCK, RANK // WEIGHT_BLOCK)
     scale = torch.rand(grid, device=device, generator=g) * RANK**-0.5

@@ -265,7 +265,11 @@ def _read_variant(reader: FieldReader, label: str, raw: Any) -> ModelVariant | N
 
 
 def _read_ablations(reader: FieldReader, variants: list[ModelVariant], base: AnyConfig | None) -> list[ModelVariant]:
-    """Variants that change one layer of ``ablate.of`` that compresses: no indexer, or one of ``ablate.ratios``."""
+    """Single-layer ablations of the variant ``ablate.of``: each changes one layer and keeps all others.
+
+    With ``ablate.indexer``, one variant per layer with an indexer, without it. For each of ``ablate.ratios``, one
+    variant per compressed layer of another ratio.
+    """
     raw = reader.mapping("ablate")
     if raw is None or not isinstance(base, ModelConfig):
         return []
