@@ -167,7 +167,7 @@ def test_the_files_are_found():
 
 def test_every_room_has_a_floor():
     found = {room(module) for module in MODULES} - {*OUTSIDE, "kernels", "lab"}
-    assert found == set(ROOMS)
+    assert found == set(ROOMS), "give each room its place in FLOORS of this file, and in docs/structure.md"
     assert len(ROOMS) == len(set(ROOMS))
 
 
@@ -399,7 +399,7 @@ def test_packages_of_the_wheel_are_the_folders():
     """The list in pyproject.toml is explicit: a folder that is missing there is missing in a wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     folders = {folder(module) for module in MODULES} | {"deepseek_attn.configs"}
-    assert sorted(project["packages"]) == sorted(folders)
+    assert sorted(project["packages"]) == sorted(folders), "list the folders under packages in pyproject.toml"
     assert (ROOT / "deepseek_attn" / "py.typed").exists()
     assert "py.typed" in project["package-data"]["deepseek_attn"]
 

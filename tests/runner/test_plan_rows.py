@@ -121,4 +121,6 @@ def test_every_row_is_taken(table, problems):
             taken.add((choice.when, choice.kernel))
             if taken == rows:
                 return
-    assert sorted(rows - taken) == []
+    assert sorted(rows - taken) == [], (
+        "delete these rows, or add their GPU to GPUS, or a problem that takes them to STATED"
+    )
