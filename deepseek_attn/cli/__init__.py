@@ -54,14 +54,14 @@ BROKEN_PIPE = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal other than SIGINT asks the process to end; its number is the argument."""
+    """Raised by a signal that ends the process, other than SIGINT. The argument is the signal's number."""
 
 
 def make_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """The parser of the command line; a parsed namespace's ``run(namespace)`` runs the command.
 
     Args:
-        words: the arguments to parse, of which only the command gets its flags; None: all commands.
+        words: the arguments to parse; only the command that they name gets its flags. None: all commands get theirs.
 
     Raises:
         ValueError: a command of the laboratory was named, and the laboratory is not installed.
@@ -78,7 +78,7 @@ def make_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def command_module(name: str) -> ModuleType:
-    """Imports the module of a command; ValueError for one of the laboratory where that is not installed."""
+    """Imports the module of a command; ValueError for a laboratory command if the laboratory is not installed."""
     try:
         return importlib.import_module(COMMANDS[name].module)
     except ModuleNotFoundError as error:
@@ -94,10 +94,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: None for those of the process, which then also ends by SIGTERM and SIGHUP as by Ctrl-C.
+        argv: arguments; None: the arguments of the process, and SIGTERM and SIGHUP then end it as Ctrl-C does.
 
     Returns:
-        the exit code. 1: something failed; 2: wrong input, or an output that cannot be written; 128 + n: ended by
+        The exit code. 1: something failed; 2: wrong input, or an output that cannot be written; 128 + n: ended by
         signal n, or by SIGPIPE because the reader of the output is gone.
     """
     if argv is None:
@@ -141,7 +141,7 @@ def open_standard_streams() -> None:
     """
     for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
         if stream is None:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             if number:
                 name = ("stdout", "stderr")[number - 1]
                 setattr(sys, name, os.fdopen(opened, "w", closefd=False))
@@ -154,7 +154,7 @@ def handle_signals() -> list[int]:
     collective, where Python handles no signal.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # text that the terminal's encoding lacks is written as escapes
+        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal's encoding lacks are written as escapes
             stream.reconfigure(errors="backslashreplace")
     names = ("SIGTERM", "SIGHUP") if os.environ.get("WORLD_SIZE", "1") == "1" else ()
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
@@ -165,7 +165,7 @@ def handle_signals() -> list[int]:
 
 
 def ignore_signals(numbers: list[int]) -> None:
-    """Ignores signals while the interpreter shuts down: an exit callback that one interrupts prints a traceback."""
+    """Ignores signals while the interpreter shuts down: an interrupted exit callback would print a traceback."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
@@ -176,7 +176,7 @@ def terminate(number: int, frame: FrameType | None) -> None:
 
 def explanation(error: Exception) -> str | None:
     """The message of an error that a user can correct; None for any other."""
-    if "Invalid log settings" in str(error):  # while torch is imported; pages of settings follow
+    if "Invalid log settings" in str(error):  # raised while torch is imported; pages of settings follow the first line
         value = os.environ.get("TORCH_LOGS", "")
         return f"the environment variable TORCH_LOGS is {value[:80]!r}, which torch refuses: TORCH_LOGS=help lists more"
     if isinstance(error, (ValueError, OSError)):

@@ -1,11 +1,11 @@
-"""``deepseek-attn generate --prompts FILE``: prompts one by one, and a JSON line for each as soon as it is done.
+"""``deepseek-attn generate --prompts FILE``: runs the prompts of a file; writes a JSON line for each when it is done.
 
-A line is ``{"index": 3, "request": "4f0c...", "text": ..., "token_ids": ..., "finish_reason": ...}``. Behind the index
-stands the ``id`` of a prompt that has one; a prompt that failed has an ``error``. Lines stand in the order in which
-prompts end; ``index`` counts the prompts of the input from 0. With ``n`` completions of a prompt, ``others`` are those
-after the first. A reply that calls functions has ``tool_calls``, dicts of ``name``, ``arguments`` (JSON text) and
-``problem``. ``request`` is a digest of the prompt, its id, and the settings of chat and sampling, by which ``--resume``
-knows that a line is of the same request.
+A line is ``{"index": 3, "request": "4f0c...", "text": ..., "token_ids": ..., "finish_reason": ...}``. If a prompt
+has an ``id``, it follows the index. The line of a failed prompt has an ``error``. Lines are in the order of completion;
+``index`` numbers the prompts of the input from 0. With ``n`` completions per prompt, ``others`` holds the second and
+later ones. A reply that calls functions has ``tool_calls``, dicts of ``name``, ``arguments`` (JSON text) and
+``problem``. ``request`` is a digest of the prompt, its id, and the settings of chat and sampling: ``--resume`` compares
+it to recognise lines of the same request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Pro
     """Opens the prompts and the output, and checks both before a model is loaded.
 
     Raises:
-        ValueError: either file cannot be used; with ``--resume``, a line of the output is of another prompt.
+        ValueError: either file cannot be used; with ``--resume``, a line of the output belongs to another prompt.
     """
     with PromptLines(args.prompts, params, args.system) as prompts:
         if args.out is None:
@@ -52,10 +52,10 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Pro
 
 
 class PromptBatch(Iterator[IndexedPrompt | None]):
-    """The prompts that have no line yet, and the output. None: the next prompt is not there yet.
+    """Iterator over the prompts without an output line, and the output. Yields None while a stream has no next prompt.
 
     Attributes:
-        lines: that the output has, or that were printed; errors: how many of them have an ``error``.
+        lines: number of lines in the output or printed; errors: number of lines with an ``error``.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
 
     def _digest(self, line: PromptLine) -> str:
         chat = [self._args.system, chat_options(self._args)] if self._args.chat else None
-        # a field that nobody set does not count, so that lines stay valid when there are more fields
+        # unset fields are left out of the digest, so that lines stay valid when fields are added
         given = {name: value for name, value in asdict(line.params).items() if value != DEFAULTS[name]}
         replay = [] if self._args.replay is None else [{"replay": self._args.replay}]
         asked = json.dumps([line.prompt, chat, given, line.id, *replay])
@@ -166,7 +166,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
         self.lines += 1
 
     def finish(self) -> int:
-        """Prints a summary of ``--out``; returns the exit status: 1 if a prompt failed, or was read and has no line."""
+        """Prints a summary of ``--out``; returns the exit status: 1 if a prompt failed, or was read but has no line."""
         if self._args.out is not None:
             show(f"{self.lines} prompts, {self.errors} failed -> {self._args.out}")
         if self._heads:
@@ -175,7 +175,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
 
 
 def result(completion: Completion) -> dict[str, Any]:
-    """Fields of a line that a completion fills."""
+    """The fields of a line that come from the completion."""
     fields = {
         "text": completion.text,
         "token_ids": completion.token_ids,

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def show_answer(stream: TextStream, llm: LLM, chat: bool) -> Completion:
-    """Prints a stream as it comes, and on standard error why it ended if the model did not end it.
+    """Prints a stream as it arrives. If the model did not end it, prints the reason on standard error.
 
     Args:
-        chat: ``</think>`` stands on a line of its own, and each tool call is a line of JSON.
+        chat: print ``</think>`` on a line of its own, and each tool call as a line of JSON.
     """
     if chat:
         show_parts(stream)
@@ -45,7 +45,7 @@ def show_answer(stream: TextStream, llm: LLM, chat: bool) -> Completion:
 
 
 def show_logprobs(completion: Completion, llm: LLM) -> None:
-    """Prints a line for each token that has a log-probability: it, its rank, and the most likely tokens with theirs."""
+    """Prints a line per token: its log-probability and rank, and the most likely tokens with log-probabilities."""
 
     def text(token: int) -> str:
         return str(token) if llm.tokenizer is None else json.dumps(llm.tokenizer.decode([token]), ensure_ascii=False)
@@ -92,7 +92,7 @@ def show_parts(stream: TextStream) -> None:
 
 
 def results(message: dict) -> list[dict]:
-    """The results of the calls of a reply, which are typed line by line. EOFError: the terminal has ended."""
+    """Reads the results of a reply's tool calls, one line per call. EOFError: end of the terminal's input."""
     return [
         {"role": "tool", "tool_call_id": call["id"], "content": typed(f"result of {call['function']['name']}> ")}
         for call in message.get("tool_calls", [])
@@ -100,7 +100,7 @@ def results(message: dict) -> list[dict]:
 
 
 def typed(label: str) -> str:
-    """A line that is typed behind the label. EOFError: the terminal has ended."""
+    """Prints the label and reads a line. EOFError: end of the terminal's input."""
     return input(label if sys.stdout.isatty() else "")
 
 
@@ -136,7 +136,7 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
                 completion = show_answer(stream, llm, chat=True)
             except KeyboardInterrupt as stop:
                 stream.close()
-                if type(stop) is not KeyboardInterrupt:  # of another signal, which ends the command
+                if type(stop) is not KeyboardInterrupt:  # of a signal other than SIGINT, which ends the command
                     raise
                 completion = stream.completion
                 show()

@@ -1,4 +1,4 @@
-"""``deepseek-attn generate``: text out of a checkpoint."""
+"""``deepseek-attn generate``: generates text with a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deepseek_attn.layers.parallel import Parallel
 
 DEFAULT_PROMPT = "Once upon a time"
-CONVERSATION_SNAPSHOTS = 2  # the earlier turns, and the beginning that every turn shares
+CONVERSATION_SNAPSHOTS = 2  # for the earlier turns, and for the beginning that every turn shares
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -268,7 +268,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def schema(given: str | None) -> str | None:
-    """The JSON text of ``--json-schema``, which is that or names a file. ValueError: not readable, or not JSON."""
+    """The JSON text of ``--json-schema``, given directly or as a file. ValueError: not readable, or not JSON."""
     if given is None:
         return None
     inline = given.lstrip().startswith("{")
@@ -287,7 +287,7 @@ def bias(text: str) -> tuple[int, float]:
 
 
 def is_conversation(args: argparse.Namespace) -> bool:
-    """Whether turns are typed on this terminal: ``--chat`` without anything to answer."""
+    """Whether turns are typed on this terminal: ``--chat`` without a prompt."""
     given = (args.prompt, args.token_ids, args.prompts, args.messages)
     return args.chat and all(source is None for source in given) and sys.stdin is not None and sys.stdin.isatty()
 
@@ -346,7 +346,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
     piped_in = sys.stdin is not None and not sys.stdin.isatty()
     if prompt == "-" or (prompt is None and piped_in):
         piped = read_text("--prompt", "-")
-        # with no --prompt, an empty standard input (a script, a service) is not a request for an empty prompt
+        # without --prompt, an empty standard input (a script, a service) does not mean an empty prompt
         prompt = piped if piped or prompt == "-" else None
     if prompt is None:
         prompt = DEFAULT_PROMPT

@@ -1,4 +1,4 @@
-"""``deepseek-attn info``: this machine, versions, which attention impls run here; which kernels a model's steps run."""
+"""``deepseek-attn info``: this machine, versions, the attention impls that run here, kernels of a model's steps."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def collect() -> dict:
-    """Everything that `info` prints."""
+    """All facts that `info` prints."""
     import torch
 
     from deepseek_attn.config.options import pick_device

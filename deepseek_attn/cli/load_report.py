@@ -1,4 +1,4 @@
-"""``--report``: which tensors of a checkpoint were loaded, and by which rule others were left out."""
+"""``--report``: the loaded tensors of a checkpoint, and the skipped tensors with the rule that skipped them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_report_option(parser: argparse._ActionsContainer) -> None:
 
 
 def show_report(runner: ModelRunner, args: argparse.Namespace) -> None:
-    """Prints the whole report with ``--report``; else one line if tensors were left out that no flag leaves out."""
+    """Prints the whole report with ``--report``; otherwise one line, if tensors were skipped that no flag skips."""
     report = runner.report
     if args.report:
         say(f"{report!r}\n{runner.generation!r}")

@@ -13,7 +13,7 @@ from deepseek_attn.utils.terminal import visible
 
 
 class AboveBars(logging.Handler):
-    """Writes each record as a line on standard error, above the progress bars that are there."""
+    """Writes each record as a line on standard error, above active progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         write_above_bars(self.format(record), sys.stderr)
@@ -21,7 +21,7 @@ class AboveBars(logging.Handler):
 
 @contextmanager
 def logged(level: int) -> Iterator[None]:
-    """Shows records of at least this level of the logger ``deepseek_attn`` inside the block, and warnings in a line."""
+    """Context that shows records of the logger ``deepseek_attn`` from ``level`` up, and each warning as one line."""
     logger, handler = logging.getLogger("deepseek_attn"), AboveBars()
     before, format_before = logger.level, warnings.formatwarning
     warnings.formatwarning = lambda message, *where, **line: f"warning: {visible(str(message))}\n"

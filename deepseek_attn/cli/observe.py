@@ -31,7 +31,7 @@ def add_observe_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def observed(engine: Engine, args: argparse.Namespace) -> Iterator[None]:
-    """Prints statistics and writes a trace of the engine's steps inside the block, as the flags say."""
+    """Context that prints statistics (``--stats``) and writes a trace (``--profile``) of the engine's steps."""
     from deepseek_attn.utils.tracing import profile
 
     lines = stats_printer(args.stats, say) if args.stats is not None else None

@@ -20,7 +20,7 @@ HUB_ID = "hub id (org/name or org/name@revision)"  # in the help of --model
 
 
 def add_runner_options(parser: argparse.ArgumentParser) -> None:
-    """Options of how a model is loaded and run; `runner_options` reads them back."""
+    """Adds options for loading and running a model; `runner_options` reads them back."""
     group = parser.add_argument_group("running")
     group.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     add_numerics_options(group)
@@ -37,7 +37,7 @@ ATTENTION = ("backend", "decode_backend", "prefill_backend", "fp8_mode", "prefil
 
 
 def add_attention_options(parser: argparse._ActionsContainer) -> None:
-    """Options of `AttentionOptions`; ``deepseek-attn info`` explains their defaults."""
+    """Adds options for `AttentionOptions`; ``deepseek-attn info`` explains their defaults."""
     parser.add_argument(
         "--backend", default="auto", help="attention impl: auto, a name that `info` lists, or module:Class"
     )
@@ -157,7 +157,7 @@ def integer(text: str) -> int:
 
 
 def numbers(text: str) -> list[int]:
-    """Type of a flag: integers with commas between them."""
+    """Type of a flag: integers separated by commas."""
     try:
         return [integer(part) for part in text.split(",")]
     except argparse.ArgumentTypeError:
@@ -165,7 +165,7 @@ def numbers(text: str) -> list[int]:
 
 
 def fractions(text: str) -> list[float]:
-    """Type of a flag: numbers with commas between them, integers or not."""
+    """Type of a flag: real numbers separated by commas."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -173,7 +173,7 @@ def fractions(text: str) -> list[float]:
 
 
 def layer_numbers(text: str) -> list[int]:
-    """Type of a flag: numbers of layers, with commas between them, or ranges ``5-7`` with both ends."""
+    """Type of a flag: layer numbers separated by commas; a range ``5-7`` includes both ends."""
 
     def whole(ends: re.Match) -> str:
         first, last = int(ends[1]), int(ends[2])
@@ -207,7 +207,7 @@ def gpu_facts(text: str) -> GPU:
 
 
 def names(text: str) -> list[str]:
-    """Type of a flag: texts with commas between them."""
+    """Type of a flag: texts separated by commas."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r}: write names with commas between them")
@@ -296,7 +296,7 @@ is checked where that is known."""
 
 
 def check_bounds(args: argparse.Namespace) -> None:
-    """ValueError for a number outside of `BOUNDS`."""
+    """Raises ValueError for a number outside of `BOUNDS`."""
     for flag, (least, most) in BOUNDS.items():
         value = getattr(args, flag[2:].replace("-", "_"), None)
         for number in value if isinstance(value, list) else [value]:
@@ -311,7 +311,7 @@ READ += ("replay", "text", "outputs")
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """ValueError for a file or folder that one flag reads and another one would replace."""
+    """Raises ValueError if one flag would replace a file or folder that another flag reads."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     for output in (name for name in WRITTEN if isinstance(given.get(name), str) and os.path.exists(given[name])):
         for name in READ:
@@ -324,9 +324,10 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser, as are those of its commands, whose flags are `nonempty` texts and `integer`s of 64 bits.
+    """Parser of the command line and of each command.
 
-    A flag with ``type=str`` may be empty. An unknown argument is refused with the usage of its command.
+    Text flags must be `nonempty` unless they have ``type=str``; integer flags must fit 64 bits (`integer`). An unknown
+    argument is an error that shows the usage of its command.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -352,7 +353,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_subparsers(self, **kwargs: Any) -> argparse._SubParsersAction:
         action = super().add_subparsers(**kwargs)
-        action.type = str  # of all that follows the command's name
+        action.type = str  # for all arguments after the command's name
         return action
 
 

@@ -1,4 +1,4 @@
-"""``deepseek-attn plan``: bytes of the KV caches, without allocating them; all memory and step times on GPUs."""
+"""``deepseek-attn plan``: predicts KV cache bytes, without allocating them, and on GPUs all memory and step times."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ PARTS = {
 
 
 def gpu_table(facts: dict) -> list[str]:
-    """Lines about all memory of a GPU."""
+    """Lines about the memory of a GPU by part."""
     lines = ["", f"each {facts['name']}, at the peak:"]
     rows = [(PARTS[name], value) for name, value in facts["parts"].items()] + [("total", facts["total"])]
     lines += [f"  {label:<50}{show_bytes(value):>10}{value:>18,} B" for label, value in rows]
@@ -171,7 +171,7 @@ SETTINGS = {
 
 
 def expert_table(facts: dict) -> list[str]:
-    """Lines about routed experts, for each place where they can be kept."""
+    """Lines about routed experts, one per placement."""
     lines = [
         "",
         f"routed experts: {facts['layers']} layers of {facts['experts']}, {show_bytes(facts['expert_bytes'])} each on "
@@ -208,7 +208,7 @@ def expert_table(facts: dict) -> list[str]:
 
 
 def prompt_table(facts: dict) -> list[str]:
-    """Lines about the rows of a prompt that layers compute."""
+    """Lines about the prompt rows that each group of layers computes."""
     lines = ["", f"a prompt of {facts['tokens']:,} tokens, for results at its end (docs/v41.md):"]
     lines.append(f"  {'layers':<10}{'rows':>10}{'TFLOP':>10}{'of all rows':>14}{'bytes':>12}")
     for group in facts["groups"]:
@@ -220,7 +220,7 @@ def prompt_table(facts: dict) -> list[str]:
 
 
 def rank_table(facts: dict) -> list[str]:
-    """Lines about steps of ranks."""
+    """Lines about steps with several ranks."""
     lines = ["", f"{facts['ranks']} x {facts['gpu']}, layout {facts['layout']}, hosts {facts['hosts']}:"]
     head = ("requests", "new tokens", "context", "ms", "tokens/s", "NVLink", "network", "communication")
     lines.append("  ".join(f"{name:>11}" for name in head))

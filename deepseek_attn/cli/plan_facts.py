@@ -41,10 +41,10 @@ class PlanFacts:
     """The model and limits of the flags, before anything is allocated.
 
     Attributes:
-        on_gpu: a GPU was named, or there is one here.
-        gpu_problem: why the memory of the GPU here cannot be predicted; empty if it can, or if a GPU was named.
+        on_gpu: a GPU was named, or this machine has one.
+        gpu_problem: why the memory of this machine's GPU cannot be predicted; empty if it can, or if a GPU was named.
         length: longest sequence; limit: the longest that the model allows.
-        dp_attention: the layout of the ranks is that with data-parallel attention.
+        dp_attention: the ranks use data-parallel attention.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -66,7 +66,7 @@ class PlanFacts:
         self.memory = ExpertMemory(args.expert_memory, args.expert_cache_bytes)
 
     def collect(self) -> dict[str, Any]:
-        """Everything that `plan` prints."""
+        """All facts that `plan` prints."""
         args, plan = self.args, self.plan(self.length, self.args.max_num_seqs, self.args.kv_cache_bytes)
         facts = {
             "numerics": self.numerics.name,
@@ -116,7 +116,7 @@ class PlanFacts:
 
     @property
     def prompt(self) -> tuple[int, int]:
-        """Tokens of a prompt, and of its steps."""
+        """Number of tokens of a prompt, and of each of its steps."""
         tokens = self.args.prefill or self.length
         return tokens, min(tokens, self.args.max_num_batched_tokens)
 
@@ -126,10 +126,10 @@ class PlanFacts:
         return self.args.host_memory or available_memory()
 
     def gpu_experts(self, sizes: ExpertSizes, total: int) -> dict[str, Any]:
-        """Each place for routed experts of a model on GPUs.
+        """Facts of each placement of routed experts for a model on GPUs.
 
         Args:
-            total: bytes of a GPU with all experts of one rank.
+            total: bytes of a GPU that holds all experts of one rank.
         """
         args, machine = self.args, self.machine
         ranks = min(args.ranks, args.gpus_per_host)
@@ -169,7 +169,7 @@ class PlanFacts:
         return self._expert_facts(sizes, machine.name, machine.memory, sizes.nbytes, settings, notes)
 
     def cpu_experts(self, sizes: ExpertSizes, plan: Plan) -> dict[str, Any]:
-        """Each place for routed experts of a model on this machine's CPU."""
+        """Facts of each placement of routed experts for a model on this machine's CPU."""
         args, memory = self.args, self.host_memory
         others = OtherWeights.of(self.config, self.numerics, self.dtype)
         base, one = others.nbytes + plan.total, sizes.layers * sizes.stored
@@ -220,14 +220,14 @@ class PlanFacts:
         )  # fmt: skip
 
     def prompt_groups(self) -> list[LayerGroup]:
-        """Of V4.1, rows and work of a prompt by groups of layers."""
+        """V4.1: rows and work of a prompt by group of layers."""
         if self.dp_attention:
             return []
         sizes = self.prompt[0], DEFAULT_MAX_ROLLBACK
         return prompt_groups(self.config, self.numerics, self.dtype, *sizes, self.args.approximate_prefill)
 
     def what_fits(self, memory_of: Callable[[Plan], RunnerMemory] | None) -> dict[str, int]:
-        """Sequences, and tokens of each, that fit in ``--memory``: of all a GPU holds, or of caches and workspace."""
+        """Number and length of sequences that fit in ``--memory``: all memory of a GPU, or caches and workspace."""
         memory, counted = self.args.memory, None
         if memory_of is not None:
             outside = sum(self.outside_allocator().values())
@@ -244,14 +244,14 @@ class PlanFacts:
 
     @cached_property
     def machine(self) -> Machine:
-        """The GPU that was named, or the one here, whose context and kernels are taken to be as large."""
+        """The named GPU, or this machine's GPU, with the context and module bytes of an H200."""
         if self.args.gpu is not None:
             return MACHINES[self.args.gpu]
         device = torch.device("cuda")
         return replace(H200, name=torch.cuda.get_device_name(device), gpu=gpu(device), memory=total_memory(device))
 
     def runner_memory(self) -> Callable[[Plan], RunnerMemory]:
-        """A function that counts the memory of one rank of a runner with the limits of a plan."""
+        """A function that predicts the memory of one rank of a runner from the limits of a plan."""
         args, config = self.args, self.config
         parallel = Parallel(0, args.ranks, self.dp_attention and args.ranks > 1)
         check_split(config, self.numerics, parallel)
@@ -262,12 +262,12 @@ class PlanFacts:
         )  # fmt: skip
 
     def outside_allocator(self) -> dict[str, int]:
-        """Bytes on a GPU that PyTorch's allocator does not know of."""
+        """Bytes on a GPU outside of PyTorch's allocator."""
         parts = {"context": self.machine.context, "modules": self.machine.modules}
         return parts | ({"nccl": self.machine.nccl_memory} if self.args.ranks > 1 else {})
 
     def gpu_facts(self, memory: RunnerMemory) -> dict[str, Any]:
-        """All memory that a run takes on a GPU: parts that add up to the total."""
+        """Memory of a run on a GPU: parts that add up to the total."""
         parts = memory.parts() | self.outside_allocator()
         total = sum(parts.values())
         return {
@@ -276,7 +276,7 @@ class PlanFacts:
         }  # fmt: skip
 
     def rank_facts(self) -> dict[str, Any]:
-        """Bytes that one of several ranks sends in a step, and predicted times of steps."""
+        """Bytes that each rank sends in a step, and predicted step times."""
         args = self.args
         layout = RankLayout(args.ranks, self.dp_attention, args.gpus_per_host)
         model = RankModel(self.config, self.numerics, self.dtype, layout, self.machine)

@@ -1,4 +1,4 @@
-"""``deepseek-attn info --plans``: the kernels of a model's steps on a GPU, and why each was chosen."""
+"""``deepseek-attn info --plans``: the kernels of a model's steps on a GPU, with the reason for each choice."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from deepseek_attn.kernels.common.plans import NOT_MEASURED
 from deepseek_attn.runner.step_plans import PlanLine, StepPlans, step_plans
 
 WIDTH = 160
-DECODE, PREFILL, OP, KERNEL = 15, 11, 34, 36  # widths of columns; tiles take the rest
+DECODE, PREFILL, OP, KERNEL = 15, 11, 34, 36  # widths of columns; the column of tiles has no fixed width
 
 
 def show_plans(args: argparse.Namespace) -> None:
     """Prints the table, or one JSON document.
 
     Raises:
-        ValueError: no GPU is named and there is none here, or sizes that the model does not take.
+        ValueError: no GPU is named and this machine has no GPU, or the model does not support the sizes.
     """
     if args.gpu is None and not torch.cuda.is_available():
         raise ValueError(f"--plans: there is no GPU here: name one with --gpu {GPU_NAMES} or for instance 9.0:132")
@@ -46,7 +46,7 @@ def show_plans(args: argparse.Namespace) -> None:
     chosen = {"numerics": numerics, "dtype": dtype, "attention": options, "gpu": target}
     try:
         plans = step_plans(config, headers, batches, context, prefills, **chosen)
-    except NotImplementedError as error:  # by torch, of ops whose results have sizes that depend on values
+    except NotImplementedError as error:  # warned by torch about ops whose result sizes depend on values
         raise ValueError(
             f"--plans {args.plans}: some ops of this model's steps run in plain torch with these options, and "
             f"cannot be run on tensors without memory ({str(error).partition(':')[0]})"
@@ -79,7 +79,7 @@ def show_plans(args: argparse.Namespace) -> None:
 
 
 def table(plans: StepPlans) -> Iterator[str]:
-    """Lines of the table: a section for the parts of a step that share kernels."""
+    """Lines of the table: one section per group of step parts that share kernels."""
     for parts, rows in plans.groups().items():
         title = "all layers" if set(parts) == set(plans.layers) and len(parts) > 1 else "; ".join(parts)
         yield from ("", *textwrap.wrap(title, WIDTH))

@@ -21,14 +21,14 @@ from deepseek_attn.utils.json_files import JSONSyntaxError, parse_json
 if TYPE_CHECKING:
     from deepseek_attn.engine.sampling import SamplingParams
 
-CHUNK_BYTES = 1 << 16  # read at once from a file of prompts
-KINDS = ("prompt", "token_ids", "messages")  # of a line that is an object
-BEGINS_AS_OBJECT = re.compile(r'\s*\[?\s*\{\s*"')  # of a line that is meant to be JSON, though it is broken
+CHUNK_BYTES = 1 << 16  # bytes per read from a file of prompts
+KINDS = ("prompt", "token_ids", "messages")  # keys of a line that is an object
+BEGINS_AS_OBJECT = re.compile(r'\s*\[?\s*\{\s*"')  # start of a line meant to be JSON, even if broken
 AS_TEXT = "to complete the line as it stands, write it as a JSON string"
 
 
 class Chat(NamedTuple):
-    """A conversation: its messages, and options of `ChatOptions` that are its own."""
+    """A conversation: its messages, and the options of `ChatOptions` that it sets."""
 
     messages: list[dict[str, Any]]
     options: dict[str, Any]
@@ -38,7 +38,7 @@ def read_messages(path: str) -> Chat:
     """The conversation of a JSON file: messages, or an object with ``messages`` and options; ``-``: standard input.
 
     Raises:
-        ValueError: it is not readable, or something else.
+        ValueError: the file is not readable, or has other contents.
     """
     from deepseek_attn.text.template import plain_messages
 
@@ -51,7 +51,7 @@ def read_messages(path: str) -> Chat:
 
 
 def read_tools(path: str) -> list[Any]:
-    """The tools of a JSON file: a list, or an object with ``tools``. ValueError: not readable, or something else."""
+    """The tools of a JSON file: a list, or an object with ``tools``. ValueError: not readable, or other contents."""
     found = parse_json(read_text("--tools", path), f"--tools {path}")
     tools = found.get("tools") if isinstance(found, dict) and "name" not in found else found
     if not isinstance(tools, list):
@@ -77,7 +77,7 @@ class PromptLine(NamedTuple):
     Attributes:
         prompt: text, token ids, or a conversation.
         params: the sampling parameters: fields of the line override the flags.
-        id: a name for it, which its line of the output repeats.
+        id: the prompt's name, which its output line repeats.
     """
 
     prompt: str | list[int] | Chat
@@ -90,8 +90,8 @@ class PromptLines(Iterator[PromptLine | None]):
 
     A line is a JSON object with ``prompt``, ``token_ids`` or ``messages``, an ``id``, fields of `SamplingParams` and,
     beside messages, of `ChatOptions`; a JSON string; a JSON list of token ids or of messages; or plain
-    text. Lines are read as they are taken.
-    None: the next line of a stream is not there yet.
+    text. Lines are read as they are consumed.
+    Yields None while the next line of a stream has not arrived.
 
     Args:
         path: ``-`` reads standard input.
@@ -99,20 +99,20 @@ class PromptLines(Iterator[PromptLine | None]):
         system: the system message of ``--system``.
 
     Raises:
-        ValueError: it cannot be read, or, when it is taken, a line is not UTF-8 text, JSON of another form, or has the
-            id of an earlier line.
+        ValueError: the file cannot be read; or, while iterating, a line is not UTF-8 text, is JSON of another form, or
+            repeats an earlier id.
 
     Attributes:
-        regular: a file that can be read again.
+        regular: the input is a regular file, which can be read again.
     """
 
     def __init__(self, path: str, params: SamplingParams, system: str | None = None):
         self.path, self._params, self._system = path, params, system
-        self._line_of: dict[str | int, int] = {}  # of each id
+        self._line_of: dict[str | int, int] = {}  # line number of each id
         try:
             if path == "-" and sys.stdin is None:
                 raise OSError(errno.EBADF, "there is no standard input")
-            # not buffered: what has been read is in `_lines` and `_rest`, and select sees the remainder
+            # unbuffered: all bytes read so far are in `_lines` and `_rest`, so that select sees the remaining input
             self._file = io.FileIO(sys.stdin.fileno() if path == "-" else path, closefd=path != "-")
             self.regular = path != "-" and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
         except OSError as error:
@@ -249,16 +249,17 @@ def chat_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def conversation_of(args: argparse.Namespace, prompt: Any) -> Chat:
-    """The conversation of a prompt: its own, or the system message, if there is one, and the user's.
+    """The conversation of a prompt.
 
-    Its own options are preferred to those of the flags.
+    A `Chat` keeps its messages, and its options override the flags. Text becomes the user message, after the system
+    message of ``--system`` if it is given.
 
     Raises:
         ValueError: the prompt is token ids, which take no chat format.
     """
     options = chat_options(args)
     if isinstance(prompt, Chat):
-        if {"thinking", "reasoning_effort"} & prompt.options.keys():  # one follows from the other
+        if {"thinking", "reasoning_effort"} & prompt.options.keys():  # not to be mixed
             options = {key: value for key, value in options.items() if key not in ("thinking", "reasoning_effort")}
         return Chat(prompt.messages, options | prompt.options)
     if not isinstance(prompt, str):

@@ -1,7 +1,7 @@
 """``--tensor-parallel``: one model on several GPUs, with one rank per GPU.
 
-Under torchrun this process is one of its ranks. Otherwise it starts the ranks itself, as processes on this machine that
-meet through a file, so that nothing listens but their own connections, on the loopback interface.
+Under torchrun this process is already a rank. Otherwise it starts the ranks as processes on this machine. They
+rendezvous through a file, so that only their own connections listen, on the loopback interface.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepseek_attn.utils.processes import check_interface, check_timeout, end_wi
 if TYPE_CHECKING:
     from deepseek_attn.layers.parallel import Parallel
 
-RENDEZVOUS = "DEEPSEEK_ATTN_RENDEZVOUS"  # URL of the place where the ranks meet that this command has started
+RENDEZVOUS = "DEEPSEEK_ATTN_RENDEZVOUS"  # rendezvous URL of the ranks that this command has started
 MOST_RANKS = 64  # started on one machine
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0  # for ranks to end by themselves after an interrupt or a request
@@ -57,10 +57,10 @@ def add_ranks_option(parser: argparse.ArgumentParser) -> None:
 def joined_ranks(args: argparse.Namespace) -> Iterator[Parallel]:
     """Joins the ranks of ``--tensor-parallel``, and sets ``args.parallel`` and ``args.device`` for `runner_options`.
 
-    Only rank 0 prints and writes files; of the other ranks, the first that fails reports its error.
+    Only rank 0 prints and writes files. If another rank fails, only the first failure is reported.
 
     Raises:
-        SystemExit: the exit code of the ranks that this process has started, or of this rank after another one failed.
+        SystemExit: in the process that started the ranks, with their exit code; in a rank, after another rank failed.
     """
     if args.tensor_parallel > 1 and "WORLD_SIZE" not in os.environ:
         raise SystemExit(run_as_ranks(args))
@@ -126,10 +126,10 @@ class RankFailure(NamedTuple):
 
 
 def start_ranks(command: list[str], world: int) -> RankFailure | None:
-    """Runs a command as ranks that meet through a file, until all have ended, or one has failed.
+    """Runs a command as ranks that rendezvous through a file, until all have ended or one has failed.
 
-    No rank survives this call: when one fails the others are terminated, and when this process is killed they are
-    killed too.
+    No rank survives this call: if a rank fails, the remaining ranks are terminated; if this process is killed, all
+    ranks are killed too.
     """
     ranks: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +145,7 @@ def start_ranks(command: list[str], world: int) -> RankFailure | None:
                     return failure
                 time.sleep(POLL_SECONDS)
             return first_failure(ranks)
-        except KeyboardInterrupt:  # a terminal interrupts all of its processes: rank 0 writes what is finished
+        except KeyboardInterrupt:  # a terminal interrupts all of its processes: rank 0 writes finished results
             wait_for(ranks)
             raise
         finally:
@@ -153,13 +153,13 @@ def start_ranks(command: list[str], world: int) -> RankFailure | None:
 
 
 def first_failure(ranks: list[subprocess.Popen]) -> RankFailure | None:
-    """A failed rank; a killed one if there is any, since it may have made the others fail."""
+    """A failed rank, preferably a killed rank, which may have caused further failures."""
     failures = [RankFailure(number, code) for number, rank in enumerate(ranks) if (code := rank.poll())]
     return min(failures, key=lambda failure: failure.code > 0, default=None)
 
 
 def end(ranks: list[subprocess.Popen]) -> None:
-    """Terminates the ranks that still run, and kills those that hang."""
+    """Terminates the running ranks, and kills ranks that hang."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
@@ -171,7 +171,7 @@ def end(ranks: list[subprocess.Popen]) -> None:
 
 
 def wait_for(ranks: list[subprocess.Popen]) -> None:
-    """Waits until all have ended, at most `END_SECONDS`."""
+    """Waits until all ranks have ended, at most `END_SECONDS`."""
     deadline = time.monotonic() + END_SECONDS
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -34,10 +34,10 @@ def check_records(args: argparse.Namespace, single: bool) -> None:
     """Checks the flags before a model is loaded.
 
     Args:
-        single: there is one prompt, with one completion.
+        single: the command runs one prompt with one completion.
 
     Raises:
-        ValueError: no folder can be made at ``--records``, or no file written; a file where there are several prompts.
+        ValueError: the folder or file of ``--records`` cannot be written, or it is a file for several prompts.
     """
     from deepseek_attn.runner.token_records import record_path
     from deepseek_attn.utils.files import check_output
@@ -55,10 +55,10 @@ def check_replay(replay: str | None, several: str | None) -> None:
     """Checks ``--replay`` before a model is loaded.
 
     Args:
-        several: of several prompts, the beginning of the message.
+        several: beginning of the message for several prompts; None for one prompt.
 
     Raises:
-        ValueError: there is nothing, or a file where there are several prompts.
+        ValueError: the path does not exist, or is a file although there are several prompts.
     """
     if replay is None:
         return
@@ -74,7 +74,7 @@ def is_file(records: str) -> bool:
 
 
 def record_arguments(llm: LLM, records: str | None) -> RecordArguments:
-    """Options of ``--records``: every choice of the model's layers."""
+    """Keyword arguments for ``--records``: record every choice of the model's layers."""
     if records is None:
         return {}
     found: RecordArguments = {

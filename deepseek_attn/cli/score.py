@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def logprobs_tensors(texts: list[TokenLogprobs]) -> dict[str, torch.Tensor]:
-    """Tensors of the file by name: those of list 0 are ``0.logprobs``, ``0.ranks`` and so on."""
+    """Tensors of the file by name: ``0.logprobs``, ``0.ranks``, ... for list 0."""
     import torch
 
     names = ("logprobs", "ranks", "top_ids", "top_logprobs")

@@ -1,4 +1,4 @@
-"""Everything that commands print: on a terminal, control characters are shown as escapes (`for_stream`)."""
+"""Output of commands: on a terminal, control characters are shown as escapes (`for_stream`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def say(text: str = "") -> None:
 
 
 def write_above_bars(text: str, stream: TextIO) -> None:
-    """Prints a line above the progress bars that are there."""
+    """Prints a line above active progress bars."""
     from tqdm.auto import tqdm
 
     tqdm.write(for_stream(text, stream), file=stream)

@@ -1,4 +1,4 @@
-"""``deepseek-attn warmup``: the kernels of a model compiled into Triton's cache, before any process runs it."""
+"""``deepseek-attn warmup``: compiles the kernels of a model into Triton's cache before any process runs the model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_drafts(config: AnyConfig, drafts: int, max_num_batched_tokens: int) -> None:
-    """ValueError if a runner of this config cannot draft so many tokens per step."""
+    """Raises ValueError if a runner of this config cannot draft ``drafts`` tokens per step."""
     most = max_num_batched_tokens - 1
     if drafts > most:
         raise ValueError(f"--speculate {drafts}: supported are up to {most} drafts, fewer than tokens of a step")
@@ -102,7 +102,7 @@ def check_drafts(config: AnyConfig, drafts: int, max_num_batched_tokens: int) ->
 
 
 def read_headers(model: str) -> tuple[AnyConfig, dict[str, TensorInfo]]:
-    """The config and the tensors of a checkpoint, or the tensors that a checkpoint of a preset or config would have."""
+    """The config and tensor headers of a checkpoint, or of the checkpoint that a preset or config would have."""
     from deepseek_attn.checkpoint.hub import PretrainedSource
     from deepseek_attn.checkpoint.names import CanonicalSource
     from deepseek_attn.checkpoint.names_v32 import canonical_names

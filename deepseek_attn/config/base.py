@@ -30,11 +30,11 @@ class LayerBase:
 
     @property
     def entry_owner(self) -> str:
-        """Name of the layer that makes the entries which this one reads."""
+        """Name of the layer whose entries this layer reads."""
         return self.name
 
     def unnumbered(self) -> Self:
-        """This spec with the number 0: equal for layers that differ in their number alone."""
+        """This spec with number 0: equal for layers that differ only in their number."""
         raise NotImplementedError
 
 
@@ -45,7 +45,7 @@ class ConfigBase:
         OPTIONAL: keys that ``to_dict`` may leave out and ``replace`` accepts.
         DERIVED: fields that are not keys.
         dspark: keys of the DSpark drafter; None without a drafter.
-        FP8_GROUP: rows and columns of a block of an FP8 weight in checkpoints, and channels of the inputs it is for.
+        FP8_GROUP: rows and columns of a block of an FP8 weight in checkpoints, and channels of a group of its inputs.
     """
 
     OPTIONAL: ClassVar[tuple[str, ...]]
@@ -69,11 +69,11 @@ class ConfigBase:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> Any:
-        """Builds a config from decoded JSON; the ValueError that lists every problem calls it ``origin``."""
+        """Builds a config from decoded JSON. A ValueError lists every problem; ``origin`` names the config in it."""
         raise NotImplementedError
 
     def with_sources(self, layers: Iterable[int]) -> list[int]:
-        """These layers and all others that have to run with them, in the model's order."""
+        """These layers and all layers that they depend on, in the model's order."""
         found, left = set(), set(layers)
         while left:
             found |= left
@@ -81,7 +81,7 @@ class ConfigBase:
         return sorted(found)
 
     def constants(self) -> dict[str, Any]:
-        """Keys of the published ``config.json`` that no field holds; in it they come first."""
+        """Keys of the published ``config.json`` that no field holds; they come first in the file."""
         raise NotImplementedError
 
     def schedule(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from deepseek_attn.config.fields import REQUIRED, FieldReader
 from deepseek_attn.config.keys import SCALING
 
-MAX_EXPERTS = 2**16  # of all layers; published: 62 * 384
+MAX_EXPERTS = 2**16  # experts of all layers; published: 62 * 384
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -169,10 +169,10 @@ def known(values: Mapping[str, Any], *keys: str) -> tuple[Any, ...] | None:
 
 
 def check_num_experts(reader: FieldReader, values: Mapping[str, Any], of_drafts: int | None = None) -> None:
-    """Each expert of each layer has tensors of its own, whose names are listed before any of them is read.
+    """Reports too many experts: each has its own tensors, whose names are listed before any tensor is read.
 
     Args:
-        of_drafts: experts of a draft layer; None: as in backbone layers.
+        of_drafts: experts per draft layer; None: as in backbone layers.
     """
     keys = ("n_routed_experts", "num_hidden_layers", "num_nextn_predict_layers")
     if sizes := known(values, *keys):
@@ -186,14 +186,14 @@ def check_num_experts(reader: FieldReader, values: Mapping[str, Any], of_drafts:
 
 
 def check_rope_dim(reader: FieldReader, dim: int | None) -> int | None:
-    """Returns ``qk_rope_head_dim`` as it is."""
+    """Checks ``qk_rope_head_dim`` and returns it."""
     if dim is not None and dim % 2:
         reader.problem(f"qk_rope_head_dim is {dim}: rotary channels come in pairs, expected an even number")
     return dim
 
 
 def check_index_head(reader: FieldReader, values: Mapping[str, Any], why: str = "", hadamard: bool = True) -> None:
-    """The indexer rotates part of its heads, and may multiply them by a Hadamard matrix; ``why`` ends the messages."""
+    """Checks ``index_head_dim`` against RoPE and the Hadamard matrix; ``why`` ends the messages."""
     if (pair := known(values, "qk_rope_head_dim", "index_head_dim")) and pair[0] > pair[1]:
         reader.problem(f"qk_rope_head_dim {pair[0]} is above index_head_dim {pair[1]}{why}")
     if hadamard and (size := known(values, "index_head_dim")) and size[0] & (size[0] - 1):

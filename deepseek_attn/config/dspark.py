@@ -16,11 +16,11 @@ class DSparkConfig:
     """The ``dspark_*`` keys of a published config.
 
     Attributes:
-        dspark_block_size: rows of a drafted block, so most drafts of a step; dspark_noise_token_id: token of all rows
-            but the first.
+        dspark_block_size: rows of a drafted block, and so the maximum of drafts per step.
+        dspark_noise_token_id: token of every row but the first.
         dspark_target_layer_ids: backbone layers whose residual streams the drafter reads.
         dspark_markov_rank: width of the embedding that ties a draft to the token before it.
-        dspark_n_routed_experts, dspark_num_experts_per_tok: of the draft stages; None: as in the backbone.
+        dspark_n_routed_experts, dspark_num_experts_per_tok: experts of the draft stages; None: as in the backbone.
     """
 
     dspark_block_size: int
@@ -37,7 +37,7 @@ class DSparkConfig:
 
 
 def read_dspark(reader: FieldReader, fields: Mapping[str, Any]) -> DSparkConfig | None:
-    """Reads the ``dspark_*`` keys; None without ``dspark_block_size``, or with problems, which the reader has.
+    """Reads the ``dspark_*`` keys; None without ``dspark_block_size``, or after reporting problems to ``reader``.
 
     Args:
         fields: values of the config, None where they were wrong.
@@ -70,7 +70,7 @@ def read_dspark(reader: FieldReader, fields: Mapping[str, Any]) -> DSparkConfig 
 
 
 def drop_dspark(raw: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Removes the drafter from the keys of a config that has one, if ``changes`` of them take it or its layers away."""
+    """Removes the drafter's keys from a config if ``changes`` remove the drafter or layers that it needs."""
     layers = changes.get("num_hidden_layers", raw["num_hidden_layers"])
     targets = changes.get("dspark_target_layer_ids", raw["dspark_target_layer_ids"])
     kept = all(changes.get(key, 1) for key in ("num_nextn_predict_layers", "dspark_block_size"))

@@ -11,9 +11,9 @@ import numpy as np
 
 from deepseek_attn.config.fields import FieldReader
 
-MAX_HASHES = 1024  # columns of all layers, for each of which a prime is looked for; published: 48
-_SIEVED = 2**15  # numbers among which primes are looked for at once
-_SEED = 10007  # of a layer's multipliers, times its number
+MAX_HASHES = 1024  # columns of all layers, each of which needs a prime; published: 48
+_SIEVED = 2**15  # numbers per block of the search for primes
+_SEED = 10007  # seed of a layer's multipliers, times the layer's number
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class EngramConfig:
         engram_max_ngram_size: longest n-gram; n-grams of 2 tokens up to this length are looked up.
         engram_n_heads: rows per n-gram, each selected by a hash of its own.
         engram_head_dim: columns of a row.
-        engram_vocab_size: each bucket of rows is a prime from here on.
-        engram_pad_token_id: token in the place of those before the first one.
-        engram_compressed_vocab_size: numbers of tokens, where spellings of one word share a number.
+        engram_vocab_size: lower bound of the rows of a bucket, which are prime numbers.
+        engram_pad_token_id: token in place of tokens before the first one.
+        engram_compressed_vocab_size: size of the compressed vocabulary, in which spellings of a word share an id.
     """
 
     engram_layer_ids: tuple[int, ...]
@@ -90,7 +90,7 @@ class EngramConfig:
 
 
 def read_engram(reader: FieldReader, num_hidden_layers: int | None, vocab_size: int | None) -> EngramConfig | None:
-    """Reads the ``engram_*`` keys; None without ``engram_layer_ids``, or with problems, which the reader has.
+    """Reads the ``engram_*`` keys; None without ``engram_layer_ids``, or after reporting problems to ``reader``.
 
     Args:
         num_hidden_layers, vocab_size: values of the config; None where they were wrong.
@@ -146,7 +146,7 @@ def _primes(start: int, count: int) -> tuple[int, ...]:
     found: list[int] = []
     begin = max(start, 2)
     while len(found) < count:
-        is_prime = np.ones(_SIEVED, bool)  # of the numbers from begin on
+        is_prime = np.ones(_SIEVED, bool)  # whether each number from begin on is prime
         for factor in _factors(math.isqrt(begin + _SIEVED)):
             is_prime[max(factor * factor, -(-begin // factor) * factor) - begin :: factor] = False
         found += (np.flatnonzero(is_prime) + begin).tolist()

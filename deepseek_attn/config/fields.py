@@ -8,7 +8,7 @@ from typing import Any
 
 REQUIRED = object()
 MAX_INTEGER = 2**31 - 1  # sizes and token ids are int32 on a GPU, and products of two fit in int64
-# Largest values of sizes that no tensor bounds, or that layers and tables are built by. Published are up to 61 layers,
+# Upper bounds of sizes that no tensor bounds, or that determine the number of layers and tables. Published: 61 layers,
 # one MTP layer, 20 iterations, 2048 indices, windows of 128 tokens and heads of 512 channels.
 MAXIMA = {
     "num_hidden_layers": 1000,
@@ -24,10 +24,10 @@ SHOWN_PROBLEMS = 20
 
 
 class FieldReader:
-    """Reads keys of one config and remembers everything that is wrong with them.
+    """Reads keys of one config and collects every problem.
 
     A getter returns the checked value, or ``None`` where it recorded a problem; JSON ``null`` counts as an absent key.
-    ``as_*`` methods check a value that was found elsewhere; ``label`` is its name in the message.
+    ``as_*`` methods check a value read elsewhere; ``label`` is its name in the message.
 
     Args:
         raw: the decoded JSON object.
@@ -39,7 +39,7 @@ class FieldReader:
         self._missing: list[str] = []
 
     def problem(self, text: str) -> None:
-        """Records a problem; of a long text, which quotes a long value, its two ends."""
+        """Records a problem. A long text (it quotes a long value) is shortened in the middle."""
         self.problems.append(text if len(text) <= 600 else f"{text[:300]} ... {text[-200:]}")
 
     def missing(self, label: str) -> None:
@@ -64,7 +64,7 @@ class FieldReader:
         return self.agreed(key, {key: self.raw.get(key)}, default)
 
     def agreed(self, label: str, spellings: Mapping[str, Any], default: Any = REQUIRED) -> Any:
-        """Returns the value that one or several spellings give; two that differ are a problem."""
+        """Returns the value given in one or several spellings of a key; different values are a problem."""
         given = [(name, value) for name, value in spellings.items() if value is not None]
         if not given:
             if default is REQUIRED:

@@ -1,4 +1,4 @@
-"""``generation_config.json``: how a checkpoint's authors sample from it, and which tokens end its texts."""
+"""``generation_config.json``: sampling defaults of a checkpoint, and the tokens that end its texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.utils.json_files import read_json
 
 GENERATION_FILE = "generation_config.json"
-# Keys of transformers' GenerationConfig that change which tokens come and that nothing here does -> without effect.
+# Keys of transformers' GenerationConfig that change generated tokens and are not supported -> values without effect.
 NOT_APPLIED = {
     "typical_p": (1,),
     "num_beams": (1,),

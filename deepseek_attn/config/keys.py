@@ -22,9 +22,9 @@ class FamilyKeys:
     """The treatment of each key in one family.
 
     Attributes:
-        read: keys that decide sizes, formats or results.
-        fixed: keys with one supported value: every spelling of that value, the written one first.
-        aliases: other names of a key that is read.
+        read: keys that determine sizes, formats or results.
+        fixed: keys with one supported value: every spelling of that value; the first is written.
+        aliases: other names of keys in ``read``.
         unused: keys that change no logit and no text; ``*`` stands for any characters.
     """
 
@@ -51,7 +51,7 @@ class FamilyKeys:
 
 
 class ConfigReader(FieldReader):
-    """Reads the keys of one model config under their published names, and checks those with one supported value.
+    """Reads the keys of one model config under their published names, and checks keys with only one supported value.
 
     Args:
         keys: the table of the family.
@@ -106,7 +106,7 @@ def _inside(key: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{key}.{name}" for name in names)
 
 
-# reason for the refusal of a fixed key's value, where the name does not show it
+# reason why a fixed key's value is refused, where the name does not show it
 REASONS = {
     "norm_topk_prob": "DeepSeek's code for this model always divides the weights of a token's experts by their sum",
     "quantization": "weights quantised by MLX: load the original checkpoint",
@@ -134,7 +134,7 @@ ALIASES = {
     "num_mtp_layers": "num_nextn_predict_layers",
 }
 UNUSED = (
-    # where the config comes from and which program reads it
+    # origin and target program of the config
     *("architectures", "model_type", "auto_map", "transformers_version", "_*", "attn_implementation", "use_cache"),
     *("return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "chunk_size_feed_forward"),
     *("is_encoder_decoder", "problem_type", "id2label", "label2id", "tokenizer_class", "decoder_start_token_id"),

@@ -14,17 +14,17 @@ class Numerics:
     """Which tensors are quantised, and to which format.
 
     Attributes:
-        name: preset name, and the format of index keys where that is not the preset's.
+        name: preset name, followed by the format of index keys if it differs from the preset's.
         quantized_weights: keep FP8 / FP4 weights as stored; otherwise they are dequantised to the model dtype at load.
         fp8_activations: inputs of linears with quantised weights are rounded to FP8 per token and 128 channels.
         fp8_wo_a_input: the same for the grouped output projection ``wo_a``, which DeepSeek's own code runs in bf16.
         kv_record: ``"plain"`` rows in the model dtype; ``"fp8_ds_mla"`` records, which are ``fp8_v4`` (584 bytes for
             512 channels) or ``fp8_v32`` (656 bytes for 576) by the model family; or V4.1's ``"fp8_fp4"``: ``fp8_v41``
-            in the window (528 bytes for 512 channels) and ``fp4_v41`` for compressed entries (288 bytes). A record of
-            your own: the name that it is registered by, or ``module:Class`` (`cache.record.register_record`).
+            in the window (528 bytes for 512 channels) and ``fp4_v41`` for compressed entries (288 bytes). A record
+                from outside the package: its registered name, or ``module:Class`` (`cache.record.register_record`).
         index_hadamard: rotate indexer queries and keys by a Hadamard matrix before they are quantised.
-        index_record: ``"plain"``, ``"fp4"`` (groups of 32, 68 bytes), ``"fp8"`` (one scale per key, 132 bytes), or one
-            of your own.
+        index_record: ``"plain"``, ``"fp4"`` (groups of 32, 68 bytes), ``"fp8"`` (one scale per key, 132 bytes), or a
+            record from outside the package.
         rounded_scores: index scores and their head weights are rounded to the model dtype, and so are softmax weights
             before their product with the values, as in DeepSeek's program. Without it they are float32; kernels on
             tensor cores round softmax weights in any case.
@@ -84,10 +84,10 @@ INDEX_KEYS = ("fp8", "fp4")  # formats of index keys that can be chosen beside a
 
 
 def numerics_for(config: AnyConfig, name: str | Numerics, index_keys: str | None = None) -> Numerics:
-    """A preset as a model means it; a ``Numerics`` passes through, but for its ``weight_block`` and its index keys.
+    """The numerics of a preset for one model. A given ``Numerics`` is changed only in ``weight_block`` and index keys.
 
-    DeepSeek-V3.2 has FP8 index keys where V4's official ones are FP4, and a ``scale_fmt`` that V3 has not. V4.1 has no
-    Hadamard matrix, and official records of its own.
+    Models differ: official index keys are FP8 in DeepSeek-V3.2 and FP4 in V4; V3 lacks ``scale_fmt``; V4.1 has no
+    Hadamard matrix, and has its own official records.
 
     Args:
         index_keys: the format of index keys, one of `INDEX_KEYS`, instead of the preset's. ``fp4``: the format of
@@ -95,7 +95,7 @@ def numerics_for(config: AnyConfig, name: str | Numerics, index_keys: str | None
             format of serving engines on Hopper, in V4 without that matrix.
 
     Raises:
-        ValueError: an unknown preset or format, or a format that index keys of the model do not have.
+        ValueError: an unknown preset or format, or a format of index keys that the model does not support.
     """
     numerics = _preset_for(config, name)
     if index_keys is None:

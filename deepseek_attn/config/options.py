@@ -13,7 +13,7 @@ from deepseek_attn.config.model import AnyConfig
 
 
 def parse_device(device: torch.device | str | None) -> torch.device:
-    """The device of that name; None is a GPU if there is one, else the CPU.
+    """The device called ``device``; None: a GPU if there is one, else the CPU.
 
     Raises:
         ValueError: neither a CPU nor a CUDA GPU.
@@ -30,10 +30,10 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
-    """`parse_device`, for a device that exists on this machine.
+    """Like `parse_device`, and checks that the device exists on this machine.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the device does not exist.
     """
     meta = torch.device("meta")
     if device == meta:  # of a runner that only plans (`runner.meta_runner`)
@@ -72,7 +72,7 @@ def check_sizes(
     max_snapshots: int = 0,
     kv_cache_bytes: int | None = None,
 ) -> None:
-    """One ValueError with everything that is wrong with the sizes of a runner."""
+    """Raises one ValueError that lists all wrong sizes of a runner."""
     problems = []
     for name, value, least in (
         ("max_model_len", max_model_len, 1),
@@ -108,7 +108,7 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def as_list(values: Iterable, what: str) -> list:
-    """The values as a list; ValueError, with the name ``what``, for a single value."""
+    """The values as a list; ValueError for a single value. The error calls the argument ``what``."""
     try:
         return list(values)
     except TypeError:
@@ -117,7 +117,7 @@ def as_list(values: Iterable, what: str) -> list:
 
 @contextmanager
 def explain_out_of_memory(what: str, remedy: str) -> Iterator[None]:
-    """ValueError, with the remedy, where memory runs out inside."""
+    """Context that turns out-of-memory errors into a ValueError with the remedy."""
     try:
         yield
     except Exception as error:
@@ -128,7 +128,7 @@ def explain_out_of_memory(what: str, remedy: str) -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, or the requested size exceeds any address space."""
-    # of torch's allocator, of the system where a file is mapped, and of impossible sizes
+    # messages of torch's allocator, of mapping a file, and of impossible sizes
     signs = (
         "can't allocate memory",
         "Cannot allocate memory",

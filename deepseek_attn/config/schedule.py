@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from deepseek_attn.config.fields import MAXIMA, REQUIRED, FieldReader
 
 LAYER_TYPES = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
-# Of each compressed layer type: the key that older configs have for its rate, and its default.
+# By compressed layer type: the key of its rate in older configs, and the default rate.
 RATES = {LAYER_TYPES[1]: ("compress_rate_csa", 4), LAYER_TYPES[2]: ("compress_rate_hca", 128)}
 MLP_LAYER_TYPES = ("hash_moe", "moe")
 
@@ -23,7 +23,7 @@ class Branch(NamedTuple):
 
 
 def published_branch(ratio: int) -> Branch:
-    """The rule of DeepSeek's inference/model.py: overlap and indexer go with ratio 4 and with no other one."""
+    """The rule of DeepSeek's inference/model.py: ratio 4 has overlap and an indexer, no other ratio has either."""
     return Branch(ratio, ratio == 4, ratio == 4)
 
 
@@ -111,7 +111,10 @@ def _read_rates(reader: FieldReader, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_length(reader: FieldReader, label: str, entries: list, num_layers: int | None, mtp_entry: Any) -> None:
-    """Entries after the backbone belong to MTP layers (some revisions have spare ones) and must be window-only."""
+    """Checks the number of entries. Entries past the backbone belong to MTP layers and must be window-only.
+
+    Some revisions have more entries than MTP layers.
+    """
     if num_layers is None:
         return
     if len(entries) < num_layers:

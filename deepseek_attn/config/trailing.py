@@ -1,8 +1,8 @@
-"""Rows of a prompt that each layer has to compute: all of them, or the trailing ones alone.
+"""Rows of a prompt that each layer has to compute: all rows, or only trailing rows.
 
-The result of a row needs, in each layer, the keys of the rows in its window. So a layer above all layers that make
-entries is needed at ``window - 1`` rows more than the layer after it, and at no earlier row. Layers up to the last one
-that makes entries are needed at every row: later rows may read any entry.
+In each layer, a row reads the keys of the rows in its window. So each layer above the last layer that makes entries
+computes ``window - 1`` more rows than the layer after it, and no earlier rows. All other layers compute every row,
+because later rows may read any entry.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from deepseek_attn.config.v41 import V41LayerSpec
 
 
 def layer_reach(specs: Sequence[AnySpec], window: int) -> tuple[int | None, ...]:
-    """How many rows before a row of results each layer's input is needed at; None: at all rows.
+    """By layer, the number of earlier rows whose input is needed for one row of results; None: all rows.
 
     Args:
         specs: of the backbone layers, in order.
-        window: tokens that a query sees, itself included.
+        window: tokens that a query sees, including itself.
     """
     reach, found = 0, list[int | None]()
     for spec in reversed(specs):
@@ -36,9 +36,9 @@ class TrailingPart:
     """Consecutive layers that compute the same trailing rows of a prompt.
 
     Attributes:
-        layer: number of the first one.
-        reach: they compute the rows from ``reach`` before the first row of results on.
-        queries_only: the layer alone, which makes keys and entries of all rows, and queries of the trailing rows.
+        layer: number of the first layer.
+        reach: number of computed rows before the first row of results.
+        queries_only: the part is one layer, which makes keys and entries of all rows but queries of the trailing rows.
     """
 
     layer: int
@@ -49,15 +49,15 @@ class TrailingPart:
 def trailing_parts(
     specs: Sequence[AnySpec], window: int, drafts: bool = False, approximate: bool = False
 ) -> tuple[TrailingPart, ...]:
-    """Parts of a V4.1 model in which fewer and fewer rows are computed, in order; none for models of other families.
+    """Parts of a V4.1 model in order, with ever fewer computed rows; empty for other families.
 
-    The first part is the last layer that makes entries. A part begins wherever a layer selects anew: what a layer
-    selected is read by layers with the same rows.
+    The first part is the last layer that makes entries. Every layer with its own selection begins a new part, because
+    layers that share a selection compute the same rows.
 
     Args:
         specs: of the loaded backbone layers, in order.
-        drafts: a drafter makes window keys of streams of these layers, so that each part has one window of rows.
-        approximate: all parts compute one window of rows, so that results are not exact.
+        drafts: a drafter makes window keys from the streams of these layers: every part computes at least one window.
+        approximate: every part computes at most one window of rows; results are then not exact.
     """
     if not specs or not all(isinstance(spec, V41LayerSpec) for spec in specs):
         return ()

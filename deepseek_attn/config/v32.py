@@ -45,7 +45,7 @@ class V32LayerSpec(LayerBase):
     Attributes:
         index: position among the backbone layers, or among the MTP layers when ``is_mtp``.
         dense_ffn: one wide MLP instead of experts.
-        has_indexer: queries read the ``index_topk`` tokens that a lightning indexer picks, otherwise all of them.
+        has_indexer: queries read the ``index_topk`` tokens that a lightning indexer selects, otherwise all tokens.
         rope: the rotary embedding, the same for all layers.
         is_mtp: a multi-token-prediction layer (``model.layers.{num_hidden_layers + index}`` in a checkpoint).
         ratio: one entry per token, in step metadata; compresses, overlap: no entry pools several tokens.
@@ -76,8 +76,8 @@ class V32LayerSpec(LayerBase):
 class DeepseekV32Config(ConfigBase):
     """A checked configuration of the V3 family; fields have the names of the published ``config.json``.
 
-    Made by ``ModelConfig.from_dict``, ``from_pretrained`` and ``from_preset``, which look at ``model_type``; variants
-    come from ``replace``. The spelling that transformers writes (``rope_parameters``, ``mlp_layer_types``) is read too.
+    Made by ``ModelConfig.from_dict``, ``from_pretrained`` and ``from_preset``, depending on ``model_type``; ``replace``
+    makes variants. The spelling of transformers (``rope_parameters``, ``mlp_layer_types``) is read too.
     Absent keys default to ``num_nextn_predict_layers`` 0, ``rms_norm_eps`` 1e-6, ``norm_topk_prob`` true,
     ``n_shared_experts`` 1, ``bos_token_id`` 0, ``eos_token_id`` 1, ``torch_dtype`` bfloat16 and no rope scaling; all
     others are required. `config.keys.V32` lists all keys. ``replace(model_type="deepseek_v3")`` drops
@@ -128,7 +128,7 @@ class DeepseekV32Config(ConfigBase):
     mtp_layers: tuple[V32LayerSpec, ...]
 
     scoring_func: ClassVar[str] = "sigmoid"
-    swiglu_limit: ClassVar[float] = 0.0  # not clamped
+    swiglu_limit: ClassVar[float] = 0.0  # SwiGLU is not clamped
 
     @property
     def qk_head_dim(self) -> int:
@@ -156,7 +156,7 @@ class DeepseekV32Config(ConfigBase):
         """Sizes of the indexer.
 
         Raises:
-            ValueError: the model has none (``deepseek_v3``).
+            ValueError: the model (``deepseek_v3``) lacks an indexer.
         """
         heads, dim, topk = self.index_n_heads, self.index_head_dim, self.index_topk
         if heads is None or dim is None or topk is None:
@@ -272,10 +272,10 @@ def _read_rope(reader: FieldReader) -> dict[str, Any]:
 
 
 def _read_scaling(reader: FieldReader, label: str, raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """YaRN with its attention factor, which scales the logits and leaves cos and sin alone.
+    """YaRN whose attention factor scales the logits, not cos and sin.
 
-    Equal ``mscale`` and ``mscale_all_dim`` mean that. Without them, or when they differ, libraries scale cos
-    and sin instead, which is another model.
+    This requires equal ``mscale`` and ``mscale_all_dim``. If they are absent or differ, libraries scale cos and sin
+    instead, which is another model.
     """
     scaling = read_yarn(reader, label, raw)
     if scaling is None or raw is None:
@@ -302,7 +302,7 @@ def _check_relations(reader: FieldReader, values: Mapping[str, Any]) -> None:
 
 
 def _check_derived(reader: FieldReader, values: Mapping[str, Any]) -> None:
-    """Checks keys that transformers writes although they follow from others."""
+    """Checks keys that transformers writes although other keys determine them."""
     if sizes := known(values, "qk_nope_head_dim", "qk_rope_head_dim"):
         for key, size in (("qk_head_dim", sum(sizes)), ("head_dim", sizes[1])):
             reader.choice(key, (size,), size)
@@ -315,7 +315,7 @@ def _check_derived(reader: FieldReader, values: Mapping[str, Any]) -> None:
 
 
 def _check_groups(reader: FieldReader, sizes: tuple[int, ...] | None) -> None:
-    """A group is scored by its two best experts, and the chosen groups must hold enough experts."""
+    """Checks expert groups: a group's score needs two experts, and the chosen groups must hold enough experts."""
     if sizes is None:
         return
     experts, groups, kept, chosen = sizes

@@ -19,7 +19,7 @@ class LayerSpec(LayerBase):
         ratio: tokens per compressed entry; 0 means sliding window only. 1 means one compressed entry per
             token (other ports of DeepSeek-V4 read 1 as "no compression"; no published V4 checkpoint has it).
         overlap: an entry also pools the window of ``ratio`` tokens before its own.
-        has_indexer: queries read the ``index_topk`` entries that a lightning indexer picks, otherwise all entries.
+        has_indexer: queries read the ``index_topk`` entries that a lightning indexer selects, otherwise all entries.
         rope: the layer's rotary embedding.
         hash_routing: experts come from a table indexed by token id instead of the router's top-k.
         is_mtp: a multi-token-prediction layer; always window-only and never hash-routed.
@@ -67,7 +67,7 @@ class LayerSpec(LayerBase):
 
     @property
     def lists_entries(self) -> bool:
-        """Index rows name every visible entry: nothing selects among them."""
+        """Index rows list every visible entry, because no indexer selects."""
         return self.ratio > 0 and not self.has_indexer
 
     @property
@@ -81,7 +81,7 @@ class DeepseekV4Base(ConfigBase):
     """Config keys of models with a window and compressed entries in their layers, and hyper-connections.
 
     Attributes:
-        dspark: the DSpark drafter, whose stages are the ``mtp_layers`` then; None without one.
+        dspark: the DSpark drafter; ``mtp_layers`` are then its stages. None without a drafter.
     """
 
     model_type: str
@@ -147,7 +147,7 @@ class DeepseekV4Base(ConfigBase):
         """The DSpark drafter.
 
         Raises:
-            ValueError: the model has none (``dspark`` is None).
+            ValueError: the model lacks a drafter: ``dspark`` is absent.
         """
         if self.dspark is None:
             raise ValueError(f"this {self.model_type} config has no DSpark drafter: dspark_block_size is absent")

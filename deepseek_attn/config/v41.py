@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1 (``deepseek_v41``): V4's layers, of which several share one compressed KV, its keys and a selection."""
+"""DeepSeek-V4.1 (``deepseek_v41``): V4's layers, which share compressed entries, index keys and selections."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class V41LayerSpec(LayerSpec):
     """Configuration of one layer. ``ratio`` names the entries that the layer reads; another layer may make them.
 
     Attributes:
-        kv_source: the layer whose entries and index keys this one reads, maybe itself; None with ratio 0.
-        index_source: the layer whose selection this one reads, maybe itself; None with ratio 0.
-        candidate_source: the index source that limits the entries which this one selects from; itself for that layer,
-            which is not limited; None for others.
+        kv_source: number of the layer whose entries and index keys this layer reads, maybe itself; None with ratio 0.
+        index_source: number of the layer whose selection this layer reads, maybe itself; None with ratio 0.
+        candidate_source: number of the layer whose candidate blocks limit this layer's selection; None: no limit. The
+            layer that makes the blocks has its own number, and is not limited.
         has_engram: an n-gram memory is added to the residual streams before the layer.
     """
 
@@ -51,7 +51,7 @@ class V41LayerSpec(LayerSpec):
 
     @property
     def owns_entries(self) -> bool:
-        """The layer makes entries and index keys, which layers up to the next such layer read too."""
+        """The layer makes entries and index keys; layers up to the next such layer read them too."""
         return self.kv_source == self.index
 
     @property
@@ -80,7 +80,7 @@ class V41LayerSpec(LayerSpec):
         return self.name if self.kv_source is None else f"layers.{self.kv_source}"
 
     def unnumbered(self) -> Self:
-        """See `LayerBase.unnumbered`; of the layers that this one reads it is kept whether they are itself (0)."""
+        """See `LayerBase.unnumbered`. Each source becomes 0 if it is the layer itself, 1 if it is another layer."""
         named = ((key, getattr(self, key)) for key in ("kv_source", "index_source", "candidate_source"))
         return replace(self, index=0, **{key: None if i is None else int(i != self.index) for key, i in named})
 
@@ -102,13 +102,13 @@ class DeepseekV41Config(DeepseekV4Base):
     as in V4, except ``rms_norm_eps`` 1e-20. The vision part is kept and not run.
 
     ``replace`` takes the keys of both levels side by side; a smaller ``num_hidden_layers`` alone keeps the first
-    layers, and the draft stages if these have all that they read.
+    layers, and the draft stages if the layers that they read remain.
 
     Attributes:
         kv_source_layer_ids: layers that make entries and index keys.
         index_source_layer_ids: layers with an indexer.
         candidate_source_layer_id: the layer that keeps ``candidate_topk_blocks`` blocks of ``candidate_block_size``
-            entries for each query, to which the selection of later layers is limited; None: nothing is limited.
+            entries for each query, to which the selection of later layers is limited; None: no limit.
         engram: the n-gram memory; None without one.
     """
 
@@ -136,7 +136,7 @@ class DeepseekV41Config(DeepseekV4Base):
         """The n-gram memory.
 
         Raises:
-            ValueError: the model has none (``engram`` is None).
+            ValueError: the model lacks an n-gram memory: ``engram`` is absent.
         """
         if self.engram is None:
             raise ValueError("this deepseek_v41 config has no n-gram memory: engram_layer_ids is absent")
@@ -144,10 +144,10 @@ class DeepseekV41Config(DeepseekV4Base):
 
     @property
     def candidate_entries(self) -> int:
-        """Entries in the candidate blocks of a query.
+        """Number of entries in the candidate blocks of a query.
 
         Raises:
-            ValueError: selections are not limited (``candidate_source_layer_id`` is None).
+            ValueError: selections are not limited: ``candidate_source_layer_id`` is absent.
         """
         if self.candidate_topk_blocks is None or self.candidate_block_size is None:
             raise ValueError("this deepseek_v41 config limits no selection: candidate_topk_blocks is absent")
@@ -155,7 +155,7 @@ class DeepseekV41Config(DeepseekV4Base):
 
     @property
     def normalizes_weights(self) -> bool:
-        """See `ConfigBase.normalizes_weights`; the weight of a single expert stays as it is scored."""
+        """See `ConfigBase.normalizes_weights`; the weight of a single expert stays its score."""
         return self.norm_topk_prob and self.num_experts_per_tok > 1
 
     @classmethod
@@ -229,7 +229,7 @@ def read_v41(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     num_layers, vocab_size = (
         size if type(size) is int else None for size in map(reader.raw.get, ("num_hidden_layers", "vocab_size"))
     )
-    # first: it checks sums of primes only if no problem was found yet
+    # read first: it checks sums of primes only if no problem has been found so far
     engram = read_engram(reader, num_layers, vocab_size)
     values = {"model_type": "deepseek_v41", "engram": engram}
     values |= read_shared(reader, FP8_BLOCK, rms_norm_eps=1e-20)
@@ -266,7 +266,7 @@ def _open(raw: Mapping[str, Any]) -> ConfigReader:
 
 
 def _add_inference_defaults(reader: ConfigReader) -> None:
-    """Keys that DeepSeek's inference code spells in several, or leaves to its caller."""
+    """Adds keys that DeepSeek's inference code splits into several keys, or leaves to its caller."""
     flat = reader.raw
     if given := [key for key in INFERENCE_SCALING if key in flat]:
         if "rope_scaling" in flat:
@@ -319,7 +319,7 @@ def _read_ratios(reader: FieldReader, values: Mapping[str, Any]) -> list[int] | 
 
 
 def _read_sources(reader: FieldReader, layers: int | None, ratios: list[int] | None) -> dict[str, Any]:
-    """Layers that make entries, and layers that select: in order, of one ratio with the layers that read them."""
+    """Layers that make entries, and layers that select. Both are ascending, and share a ratio with their readers."""
     found: dict[str, tuple[int, ...]] = {}
     for key in SOURCES:
         found[key] = ids = reader.as_integers(key, reader.value(key, []), minimum=0) or ()

@@ -50,7 +50,7 @@ def read_v4(raw: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], list[B
     if indexed:
         where = f"layer {indexed[0]} has" if len(indexed) == 1 else f"{len(indexed)} layers (first: {indexed[0]}) have"
         check_index_head(reader, fields, f", and {where} an indexer")
-    # after a softmax DeepSeek's code does not divide the weights of a token's experts by their sum; transformers does
+    # with softmax scores DeepSeek's code does not normalise a token's expert weights to sum 1; transformers does
     reader.as_choice("scoring_func", fields["scoring_func"], SCORING[:2])
     reader.finish(origin)
     return {"model_type": "deepseek_v4"} | fields, branches
@@ -61,7 +61,7 @@ def read_shared(reader: FieldReader, block: int, rms_norm_eps: float = 1e-6) -> 
 
     Args:
         block: rows and columns of a block of an FP8 weight.
-        rms_norm_eps: where it is absent.
+        rms_norm_eps: the default.
     """
     fields: dict[str, Any] = {key: reader.integer(key) for key in SIZES}
     fields.update(_read_moe(reader), **_read_numbers(reader, rms_norm_eps))
@@ -109,8 +109,8 @@ def _read_formats(reader: FieldReader, block: int) -> dict[str, Any]:
 def _read_rope(reader: FieldReader, head_dim: int | None) -> dict[str, Any]:
     """Reads both rope bases, the YaRN scaling of compressed layers and the rotary width.
 
-    ``rope_parameters`` may be nested in ``main`` / ``compress`` or be the flat equivalent of ``rope_scaling``. Each has
-    the meaning that transformers gives it.
+    ``rope_parameters`` may be nested (``main`` / ``compress``), or flat and equivalent to ``rope_scaling``. Both forms
+    have transformers' meaning.
     """
     raw = reader.raw
     parameters = reader.mapping("rope_parameters") or {}

@@ -1,4 +1,6 @@
-"""Attention impls by name. Importing them needs no GPU and no optional package; `supported` says why one cannot run."""
+"""Attention impls by name. Importing them needs no GPU and no optional package; `supported` gives the reason if an impl
+cannot run.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def _impl_problems(cls: type[SparseMLAAttentionImpl]) -> list[str]:
 
 
 def _takes(function: Callable[..., object], count: int) -> bool:
-    """Whether a function can be called with so many positional arguments."""
+    """Whether a function can be called with ``count`` positional arguments."""
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:
@@ -102,12 +104,12 @@ OWN_IMPLS = Registry(
 
 
 def register_impl(cls: type[SparseMLAAttentionImpl]) -> type[SparseMLAAttentionImpl]:
-    """Makes an impl from outside the package known by its ``name``, for ``backend``; see `SparseMLAAttentionImpl`.
+    """Registers an impl from outside the package under its ``name``, for ``backend``; see `SparseMLAAttentionImpl`.
 
-    Without it, ``backend="module:Class"`` names the class. ``auto`` never takes such an impl.
+    Unregistered classes can be named as ``backend="module:Class"``. ``auto`` never selects an impl from outside.
 
     Raises:
-        ValueError: with everything that the class lacks.
+        ValueError: the class lacks something; the message lists everything.
     """
     return OWN_IMPLS.register(cls)
 
@@ -148,7 +150,7 @@ def get_impl(
 
 
 def find_impl(name: str, impls: Impls) -> type[SparseMLAAttentionImpl]:
-    """The impl called ``name``, whether or not it runs here. ValueError for a name other than in `get_impl`."""
+    """The impl called ``name``, whether or not it runs here. ValueError for names that `get_impl` does not know."""
     impl = next((impl for impl in impls if impl.name == name), None) or OWN_IMPLS.find(name)
     if impl is None:
         registered = "".join(f"{name}, " for name in OWN_IMPLS.classes)
@@ -162,10 +164,10 @@ def find_impl(name: str, impls: Impls) -> type[SparseMLAAttentionImpl]:
 def combine_phases(
     decode: type[SparseMLAAttentionImpl], prefill: type[SparseMLAAttentionImpl]
 ) -> type[SparseMLAAttentionImpl]:
-    """The impl that decodes as one impl does and prefills as another, of the same backend; without head padding.
+    """Combines two impls of one backend: decode of the first, prefill of the second; without head padding.
 
     Raises:
-        ValueError: the impls differ, and one of them does not derive from `SplitAttentionImpl`.
+        ValueError: the impls differ, and they do not both derive from `SplitAttentionImpl`.
     """
     if decode is prefill:
         return decode
@@ -187,7 +189,7 @@ def combine_phases(
 
         @classmethod
         def padded_heads(cls, num_heads: int) -> int:
-            return num_heads  # each kernel pads as it needs
+            return num_heads  # each kernel pads its own heads
 
     return PhasesImpl
 
@@ -197,7 +199,7 @@ def _phase_error(impl: type[SparseMLAAttentionImpl]) -> ValueError:
 
 
 class ImplDescription(NamedTuple):
-    """An impl's name, its backend's, whether it runs, and the reason."""
+    """An impl's name, its backend's name, whether the impl runs, and the reason if not."""
 
     name: str
     backend: str

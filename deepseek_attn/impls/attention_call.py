@@ -1,4 +1,4 @@
-"""One attention layer in one step, as `StepOptions.observer` is shown it."""
+"""The call of an attention layer in a step, as passed to `StepOptions.observer`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 class AttentionCall:
     """Queries, keys and output of one call of a layer.
 
-    The tensors are the step's own, to be read before the observer returns.
+    The tensors are the step's own: read them before the observer returns.
 
     Attributes:
         layer: its name, for instance ``layers.2``; the layer holds the step's metadata and its selection.
         q, kv: arguments of `SparseMLAAttentionImpl.forward_mqa`.
-        output: ``[T, heads, value_dim]``, its result.
+        output: ``[T, heads, value_dim]``, the result of that call.
         index_queries: the indexer's queries ``[T, heads, dim]``, weights ``[T, heads]`` and the dtype that scores are
-            rounded to (`kernels.indexer.IndexQueries`); None where it had no entry to leave out.
+            rounded to (`kernels.indexer.IndexQueries`); None if it could select every entry.
     """
 
     layer: str

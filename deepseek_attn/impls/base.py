@@ -1,4 +1,4 @@
-"""The interfaces of attention: backends, their impls, and the layers that impls attend for."""
+"""Interfaces of attention: backends, their impls, and the layers that call the impls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deepseek_attn.utils.workspace import Workspace
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Shapes, cache record and dtype of a model's attention layers: the facts that `supported` judges.
+    """Shapes, cache record and dtype of a model's attention layers: the input of `supported`.
 
     Attributes:
         num_heads, head_dim: of the queries; rope_dim: rotated channels at the end of each head.
@@ -66,7 +66,7 @@ class AttentionSpec:
 
 
 class AttentionLayer(Protocol):
-    """Attributes of a layer that impls read. Attributes that each call sets come last; all others are set once.
+    """Attributes of a layer that impls read. The last ones are set in each call, all others once.
 
     DeepSeek-V4's layers have a window and, with a compress ratio, compressed entries. DeepSeek-V3.2's have one entry
     per token (``compress_ratio`` 1), no window and no sinks.
@@ -132,7 +132,7 @@ def selected_entries(layer: AttentionLayer, first: int, last: int) -> Tensor:
 
 
 class SparseMLABackend(ABC):
-    """Declares the support common to all impls of a backend; checked before an impl is chosen.
+    """Declares the support common to all impls of a backend. It is checked before an impl is selected.
 
     Attributes:
         supported_dtypes: of queries; supported_kv_records: records of entries.
@@ -148,7 +148,7 @@ class SparseMLABackend(ABC):
 
     @classmethod
     def problem(cls, spec: AttentionSpec) -> str:
-        """Why no impl of the backend serves layers like ``spec``; empty if some may."""
+        """The reason why no impl of the backend supports layers like ``spec``; empty if an impl may."""
         if spec.kv_record not in cls.supported_kv_records:
             records = " and ".join(cls.supported_kv_records)
             return f"it reads {records} records, and the KV record here is {spec.kv_record!r}"
@@ -184,18 +184,18 @@ class DeepseekV41SparseMLABackend(DeepseekV4SparseMLABackend):
 
 
 class SparseMLAAttentionImpl(ABC):
-    """Abstract impl of sparse attention. Impls hold no state: all of it is on the layer they are given.
+    """Abstract impl of sparse attention. Impls hold no state: all state is on the layer passed to them.
 
     Attributes:
-        name: the name that users choose it by.
-        backend_cls: the backend that it belongs to, which declares the support of all its impls.
-        PREFILL_CHUNK_SIZE: prefill requests of full length that the workspace holds by default.
-        batch_dependence: why a query's result depends on other requests of the batch. Empty if it does not, given
-            batch-invariant ops (`kernels.common.invariance`) and queries that all read pages.
-        needs_masked_tails: the impl finds the end of a row of indices by -1. Other impls read the row's length, and
-            tests fill the columns behind it with slots that hold NaN.
-        reads_own_records: the impl reads records from outside the package (`cache.record.register_record`), whatever
-            its backend lists.
+        name: the name that users select it by.
+        backend_cls: its backend, which declares the support of all its impls.
+        PREFILL_CHUNK_SIZE: number of full-length prefill requests that the workspace holds by default.
+        batch_dependence: why a query's result depends on other requests of the batch. Empty if it does not, provided
+            that ops are batch-invariant (`kernels.common.invariance`) and all queries read pages.
+        needs_masked_tails: the impl requires -1 in the columns past the length of an index row. Other impls read the
+            length, and tests fill these columns with slots that hold NaN.
+        reads_own_records: the impl reads records from outside the package (`cache.record.register_record`), even if its
+            backend does not list them.
         waits_for_device: decode steps cannot be captured as CUDA graphs.
     """
 
@@ -209,7 +209,7 @@ class SparseMLAAttentionImpl(ABC):
 
     @classmethod
     def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
-        """(whether the impl can run on ``device``, and with ``spec`` for such layers; the reason if not)."""
+        """Whether the impl runs on ``device``, for layers like ``spec`` if it is given; and the reason if not."""
         known = spec
         if spec is not None and cls.reads_own_records and spec.kv_record not in RECORD_KINDS:
             known = replace(spec, kv_record="plain")
@@ -250,10 +250,10 @@ class SparseMLAAttentionImpl(ABC):
 
     @classmethod
     def attend(cls, layer: AttentionLayer, queries: AttentionQueries, kv: Tensor, positions: Tensor) -> AttentionOutput:
-        """Attention of V4's layers: from projected queries to the input of the output projection.
+        """Attention of V4's layers, from projected queries to the input of the output projection.
 
         Args:
-            queries: of the step's tokens. Their projections are freed before attention takes memory.
+            queries: of the step's tokens. Their projections are freed before attention allocates memory.
             kv, positions: as in `forward_mqa`.
         """
         if cls.fuses_query_norm_rope(layer):
@@ -262,10 +262,10 @@ class SparseMLAAttentionImpl(ABC):
 
     @classmethod
     def fuses_query_norm_rope(cls, layer: AttentionLayer) -> bool:
-        """Whether `attend` calls `attend_raw` in the running step of ``layer``. Impls without such kernels never do."""
+        """Whether `attend` calls `attend_raw` in the current step of ``layer``; False without such kernels."""
         return False
 
     @classmethod
     def attend_raw(cls, layer: AttentionLayer, queries: AttentionQueries) -> QuantizedRows:
-        """`attend` by kernels that norm and rotate queries themselves, and rotate back and quantise their output."""
+        """`attend` with fused kernels: norm and RoPE of the queries, inverse RoPE and quantisation of the output."""
         raise NotImplementedError(f"{cls.__name__} attends to normed and rotated queries only")

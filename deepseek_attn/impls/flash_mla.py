@@ -1,9 +1,9 @@
-"""The adapter to FlashMLA: which flavour is installed, whether it runs here, and the calls of its kernels.
+"""The adapter to FlashMLA: the installed flavour, whether it runs here, and calls of its kernels.
 
 Three flavours install the import name ``flash_mla``:
 
 * ``sgl-flash-mla`` (PyPI): the kernels of SM90 and of the V3.2 and V4 caches are behind ``use_legacy=True``.
-* upstream (git): without them since its 2026.09.30 release, which serves V4.1 caches on SM100 only.
+* upstream (git): lacks these kernels since its 2026.09.30 release, which supports only V4.1 caches on SM100.
 * vLLM's fork (git): the kernels write into ``out=``.
 
 Nothing is imported before `supported` is called for a CUDA device. Shapes below: ``T`` queries, ``H`` heads, ``d`` 512
@@ -29,10 +29,10 @@ from deepseek_attn.kernels.common.device import compute_capability, gpu, launche
 
 HEADS = (64, 128)  # head counts that the kernels are compiled for
 ENTRY_BYTES = {512: 584, 576: 656}  # cache bytes per entry, by head_dim
-ROW_BYTES = {512: 576, 576: 656}  # rows that SM100 sees a pool as: the page stride is a multiple
+ROW_BYTES = {512: 576, 576: 656}  # on SM100 the page stride must be a multiple of this
 VALUE_DIM = 512
 DECODE_WIDTH, PREFILL_WIDTH = 64, 128  # index rows are multiples of these
-INSTALL = "pip install --no-deps sgl-flash-mla==1.0.0"  # its metadata asks for a newer torch than it needs
+INSTALL = "pip install --no-deps sgl-flash-mla==1.0.0"  # --no-deps: its metadata requires a newer torch than it needs
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Flavour:
         version: the package's version.
         use_legacy: kernels are called with ``use_legacy=True``.
         supports_out: kernels write into ``out=``.
-        problem: why it cannot serve V3.2 and V4 caches; empty if it can.
+        problem: why it does not support V3.2 and V4 caches; empty if it does.
     """
 
     name: str = "none"
@@ -64,7 +64,7 @@ def _module() -> Any:
 
 
 class _Shapes:
-    """Results of FlashMLA's kernels where none is launched; while they are made, its scratch memory is allocated."""
+    """Stands in for FlashMLA's kernels without launches: allocates their scratch memory and returns empty results."""
 
     @staticmethod
     def flash_mla_with_kvcache(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ def flavour() -> Flavour:
 
 
 def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> tuple[bool, str]:
-    """(whether the kernels run on ``device``, and with ``spec`` for such heads; the reason if not)."""
+    """Whether the kernels run on ``device``, for heads as in ``spec`` if it is given; and the reason if not."""
     device = torch.device(device)
     if device.type != "meta" and (device.type != "cuda" or not torch.cuda.is_available()):
         return False, f"FlashMLA needs an NVIDIA GPU; the device is {device}"
@@ -154,7 +154,7 @@ def padded_heads(num_heads: int) -> int:
 
 
 def new_schedule() -> Any:
-    """An empty schedule. The first `sparse_decode` that is given it fills it; later ones reuse it.
+    """An empty schedule. The first `sparse_decode` call that gets it fills it; later calls reuse it.
 
     Notes:
         Reuse it only while shapes *and the values of all lengths* stay the same: the kernel does not check the values,
@@ -248,8 +248,8 @@ def sparse_prefill(
         kv: bfloat16 ``[N, d]``.
         indices: int32 ``[T, K]`` rows of ``kv``; negative or ``>= N`` for none.
         scale, sink, out: as in `sparse_decode`.
-        lens: int32 ``[T]`` columns to look at, or None for all. Columns past them may hold any row, NaN included.
-        masked_tails: indices past the lengths are -1 already.
+        lens: int32 ``[T]`` number of valid columns, or None for all. Columns past them may name any row, even of NaN.
+        masked_tails: indices past the lengths are already -1.
 
     Returns:
         ``(out, lse)`` as in `sparse_decode`.
@@ -269,7 +269,7 @@ def sparse_prefill(
         return _result(_empty(q, out).zero_(), lse, out)
     width, kernels = padded_heads(heads), flavour()
     direct = _direct_out(kernels, out, heads, width)
-    # past the lengths, a valid index of a row of NaN can (rarely) reach the output
+    # a valid index past the lengths whose row holds NaN can (rarely) affect the output
     indices = _pad_width(indices if masked_tails else _without_tail(indices, lens), PREFILL_WIDTH)
     result, _, lse = _kernels(q).flash_mla_sparse_fwd(
         _pad_heads(q, width),

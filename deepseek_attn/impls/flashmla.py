@@ -12,12 +12,12 @@ from deepseek_attn.kernels.attention import PagedKeys
 
 
 class FlashMLAKernels(SplitAttentionImpl):
-    """Decode: the FP8 kernel over one or two pools, with sinks. Rows, gathered or of a bf16 cache: the bf16 kernel.
+    """Decode: the FP8 kernel over one or two pools, with sinks. Gathered rows and bf16 caches: the bf16 kernel.
 
     Notes:
         The decode kernel's schedule depends on shapes and lengths only: the first layer of each kind makes it once per
         step, in ``step.results.schedules``. A graph must be captured with empty results: the schedule is then
-        part of the graph, and a replay makes it from its own lengths.
+        part of the graph, and each replay computes it from the current lengths.
     """
 
     name = "flashmla"
@@ -41,7 +41,7 @@ class FlashMLAKernels(SplitAttentionImpl):
     @classmethod
     def attend_pages(cls, layer: AttentionLayer, q: Tensor, keys: list[PagedKeys], output: Tensor | None) -> Tensor:
         step, first = layer.step, keys[0]
-        assert step is not None  # a warm-up does not attend
+        assert step is not None  # warm-up: no attention
         if first.record.name == "plain":  # V3.2's bf16 cache: a slot is a row
             rows = first.pool.view(q.dtype).view(-1, layer.head_dim)
             return flash_mla.sparse_prefill(
@@ -51,7 +51,7 @@ class FlashMLAKernels(SplitAttentionImpl):
         schedule = step.results.schedules.once(kind, flash_mla.new_schedule)
         if first.record.name == "fp8_v4":
             return flash_mla.sparse_decode(q, keys, layer.scale, layer.attn_sink, schedule, output)[0]
-        # V3.2's kernel has no lengths (rows end with -1), and takes the queries of a request together
+        # V3.2's kernel takes no lengths (rows end with -1), and groups the queries of a request
         queries = step.decode_query_len or len(q)
         pages = first._replace(indices=first.indices.unflatten(0, (-1, queries)), lens=None)
         out = None if output is None else output.unflatten(0, (-1, queries))

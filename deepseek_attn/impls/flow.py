@@ -1,4 +1,4 @@
-"""The flow that impls share: decode queries read cache pages in place, prefill queries read keys gathered from them."""
+"""Control flow shared by impls: decode queries read cache pages in place, prefill queries read gathered keys."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from deepseek_attn.kernels.indices import compute_global_topk_indices_and_lens
 class SplitAttentionImpl(SparseMLAAttentionImpl):
     """Splits decode from prefill, and prefill into chunks of requests that fit the workspace.
 
-    A subclass attends over pages (`attend_pages`) and over gathered rows (`attend_rows`). Where one such call covers
-    all tokens, it also chooses the output tensor; several calls write to rows of one tensor.
+    A subclass attends over pages (`attend_pages`) and over gathered rows (`attend_rows`). If one call covers all
+    tokens, it also allocates the output tensor; several calls write to rows of one tensor.
 
     Attributes:
-        fused_records: records over whose pages `kernels.attention.attend_raw_q` is as fast as `attend_pages` and the
-            ops around it, or faster.
+        fused_records: cache records for which `kernels.attention.attend_raw_q` is at least as fast as `attend_pages`
+            with the ops around it.
     """
 
     fused_records: ClassVar[tuple[str, ...]] = ()
@@ -41,7 +41,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
             q, output: ``[T, padded_heads, head_dim]`` with ``T`` at least 1.
 
         Returns:
-            ``output``; if it is None, a new tensor of the same shape and dtype.
+            ``output``; by default a new tensor of the same shape and dtype.
         """
 
     @classmethod
@@ -52,18 +52,18 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
         """`sparse_attention` with the layer's scale and sinks over rows of ``kv [N, head_dim]``.
 
         Args:
-            indices: int32 ``[T, K]``; lens: int32 ``[T]``, the leading columns that count. The columns behind them hold
-                -1, or anything in tests of impls without ``needs_masked_tails``. Rows that no index names may hold
-                anything.
-            q, output: and the result, as in `attend_pages`.
+            indices: int32 ``[T, K]``; lens: int32 ``[T]``, the leading columns that count. The columns past them hold
+                -1; in tests of impls without ``needs_masked_tails`` they hold anything. Rows without an index may
+                hold anything.
+            q, output: as in `attend_pages`, and so is the result.
         """
 
     @classmethod
     def fuses_query_norm_rope(cls, layer: AttentionLayer) -> bool:
-        """In steps that read pages of `fused_records` only, unless a subclass has a `forward_mqa` of its own.
+        """True in steps that read only pages of `fused_records`, unless a subclass overrides `forward_mqa`.
 
-        Not for an observer, which is shown heads that are not quantised. Not in batch-invariant steps: sums of squares
-        are added in another order than where a prefill joins the step.
+        False with an observer, which needs heads that are not quantised. False in batch-invariant steps: the fused norm
+        sums squares in another order than the norm of steps with a prefill.
         """
         step, pool = layer.step, layer.swa_cache
         if pool is None or pool.record.name not in cls.fused_records or step is None or step.observer is not None:
@@ -100,7 +100,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
 
     @classmethod
     def _decode_keys(cls, layer: AttentionLayer, step: StepMetadata) -> list[PagedKeys]:
-        """Keys in the window's pages, and in the pages of entries."""
+        """Keys of decode queries: in pages of the window, and in pages of entries."""
         keys = []
         if layer.swa_cache is not None and (swa := step.swa) is not None:
             keys.append(_paged_keys(layer.swa_cache, swa.decode_swa_indices.squeeze(1), swa.decode_swa_lens))

@@ -44,7 +44,7 @@ class FlashMLASparseMetadata:
 
     Attributes:
         block_table: int32 ``[B, pages]``; block_size: entries per page.
-        slot_mapping: int64 ``[T]``, the slot of the entry that a token completes; -1 if it completes none.
+        slot_mapping: int64 ``[T]``, the slot of the entry that a token completes; -1 for other tokens.
         c128a_global_decode_topk_indices: int32 ``[Dt, 1, K']`` slots of every visible entry (layers without indexer).
         c128a_decode_topk_lens: int32 ``[Dt]``.
         c128a_prefill_topk_indices: int32 ``[Rt, K']`` entries 0..n-1, local to the request; None in a decode step. All
@@ -91,19 +91,19 @@ class Once(dict[Key, Result]):
 
 @dataclass
 class LayerResults:
-    """Results that layers of a step leave for layers after them. Empty when the step begins.
+    """Results that layers of a step pass to later layers. Empty when the step begins.
 
     Attributes:
         entry_counts: see `StepMetadata.entry_counts`; by (ratio, top-k).
-        prefill_rows: workspace rows that prefill tokens read in layers without an indexer, and their counts, by
+        prefill_rows: workspace rows that prefill tokens read in layers without an indexer, and their number, by
             (ratio, `PrefillChunk`).
         schedules: of FlashMLA's decode kernel, by layer kind (ratio, has_indexer): ``(0, False)`` window only,
             ``(4, True)`` C4A, ``(128, False)`` C128A, ``(1, True)`` V3.2.
         computed: V4.1: numbers of the layers that have computed the step.
-        selected_by: V4.1: the layer that filled the buffer of selected entries last.
+        selected_by: V4.1: the layer that last filled the buffer of selected entries.
         decode_topk_slots: V4.1: int32 ``[Dt, index_topk]``, cache slots of its decode tokens' selected entries.
-        candidate_blocks: V4.1: int32 ``[T, n]`` blocks of entries to which later selections are limited; None: they
-            are not.
+        candidate_blocks: V4.1: int32 ``[T, n]`` blocks of entries to which later selections are limited; None: no
+            limit.
     """
 
     entry_counts: Once[tuple[int, int], EntryCounts] = field(default_factory=Once)
@@ -123,13 +123,13 @@ that attention reads, which it may replace, and ``decode_topk_slots``. Returns t
 
 @dataclass
 class TrailingStep:
-    """The rows of a step that its layers from one on compute; V4.1 (`config.trailing`).
+    """The trailing rows of a step that ``layer`` and all later layers compute; V4.1 (`config.trailing`).
 
     Attributes:
-        layer: number of the first layer.
+        layer: number of the first such layer.
         queries_only: this layer still makes keys and entries of all rows.
-        rows: int64 ``[T']``, rows of the outer step; None for all of them.
-        step: metadata of these rows, of which a later layer may compute fewer; None if there are none.
+        rows: int64 ``[T']``, indices of these rows in the outer step; None for all rows.
+        step: metadata of these rows, whose own ``trailing`` may reduce them further; None without rows.
     """
 
     layer: int
@@ -138,11 +138,11 @@ class TrailingStep:
     step: StepMetadata | None
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Its rows of a tensor ``[T, ...]`` of the outer step."""
+        """The trailing rows ``[T', ...]`` of a tensor ``[T, ...]`` of the outer step."""
         return tensor if self.rows is None else tensor.index_select(0, self.rows)
 
     def begin(self, outer: LayerResults) -> StepMetadata:
-        """The metadata, with the results that layers of the outer step have left for later layers."""
+        """Copies the outer step's results for later layers into ``step``, and returns it."""
         if self.step is None:
             raise RuntimeError("no row of this step is computed by the layers from this one on")
         results = self.step.results
@@ -163,7 +163,7 @@ class StepMetadata:
         is_valid_token: bool ``[T]``, false for padding.
         query_start_loc: int32 ``[B + 1]``, also on the CPU (empty while a graph is captured).
         prefix_lens, seq_lens: int32 ``[B]``, lengths before and after the step; seq_lens_cpu: int64 (empty likewise).
-        num_decodes, num_decode_tokens: ``D`` and ``Dt``; max_query_len: new tokens of a request at most.
+        num_decodes, num_decode_tokens: ``D`` and ``Dt``; max_query_len: maximum of new tokens of a request.
         decode_query_len: new tokens of every decode request; 0 if they differ.
         prefill_seq_lens: int32 ``[R]``; prefill_gather_lens: int32 ``[R]`` window keys to gather,
             ``query_len + min(prefix_len, window - 1)``; with copies on the CPU: sizing a workspace needs no sync.
@@ -171,14 +171,14 @@ class StepMetadata:
         block_tables: int32 ``[B, pages]`` by group of pages.
         swa: the window; None for a model without one.
         sparse: pages of entries, by ratio; compressor: batch of the compressors, by (ratio, overlap).
-        engram: rows that Engram layers look up, by layer; empty for models without Engram.
-        batch: the batch that layers check a call against; None in a runner's own steps, which need no check.
+        engram: looked-up rows of Engram tables, by layer; empty for models without Engram.
+        batch: the batch that layers validate a call against; None in a runner's own steps, which need no validation.
         observer: called by each layer after its attention; usually None.
         on_selection: see `OnSelection`; usually None.
-        window_starts: int64 ``[B]``, the first token of each request whose key is in the window; None: all are that a
-            query sees.
-        trailing: fewer rows, which later layers compute; None: all layers compute all rows.
-        results: filled by the layers; everything else is given.
+        window_starts: int64 ``[B]``, the first token of each request whose window key was computed; None: the window of
+            every query is complete.
+        trailing: the trailing rows that later layers compute; None: all layers compute all rows.
+        results: filled by the layers; all other fields are inputs.
     """
 
     positions: Tensor
@@ -212,7 +212,7 @@ class StepMetadata:
 
     @property
     def window(self) -> DeepseekSparseSWAMetadata:
-        """The window part of the step. RuntimeError for the metadata of a model without one."""
+        """The window part of the step. RuntimeError for the metadata of a model without a window."""
         if self.swa is None:
             raise RuntimeError("the step's metadata has no window: it was built for another model")
         return self.swa
@@ -226,31 +226,31 @@ class StepMetadata:
         return len(self.positions) - self.num_decode_tokens
 
     def trailing_at(self, layer: int) -> TrailingStep | None:
-        """The rows that the layers from this one on compute, if they are fewer from here on."""
+        """The trailing rows if ``layer`` is the first layer that computes only these; else None."""
         return self.trailing if self.trailing is not None and self.trailing.layer == layer else None
 
     def parts(self) -> Iterator[StepMetadata]:
-        """This metadata, and those of the rows that later layers compute."""
+        """This metadata, then the metadata of each smaller set of trailing rows."""
         step: StepMetadata | None = self
         while step is not None:
             yield step
             step = None if step.trailing is None else step.trailing.step
 
     def missing_keys(self, window: int) -> Tensor:
-        """Number of keys of each token's window that were not computed, int64 ``[T]``: the oldest ones."""
+        """Number of keys missing at the start of each token's window because they were not computed, int64 ``[T]``."""
         if self.window_starts is None:
             return torch.zeros_like(self.positions)
         oldest = (self.positions - window + 1).clamp(min=0)
         return (self.window_starts[self.token_to_req_indices.long()] - oldest).clamp(min=0)
 
     def entry_counts(self, ratio: int, topk: int) -> EntryCounts:
-        """Numbers of entries that each token sees, and that it reads when the best ``topk`` are selected."""
+        """Number of entries visible to each token, and number that it reads if the best ``topk`` are selected."""
         positions, valid = self.positions, self.is_valid_token
         return self.results.entry_counts.once((ratio, topk), lambda: entry_counts(positions, valid, ratio, topk))
 
 
 def without_columns(indices: Tensor, first: Tensor | int, count: Tensor) -> Tensor:
-    """Index rows ``[T, K]`` with -1, for no key, in ``count [T]`` columns from ``first`` (a number, or ``[T]``) on."""
+    """Index rows ``[T, K]`` with ``count [T]`` columns from ``first`` (a number, or ``[T]``) on set to -1 (no key)."""
     column = torch.arange(indices.shape[1], dtype=torch.int64, device=indices.device)
     begin = first.unsqueeze(1) if isinstance(first, Tensor) else first
     return indices.masked_fill((column >= begin) & (column < begin + count.unsqueeze(1)), -1)

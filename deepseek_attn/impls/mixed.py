@@ -1,4 +1,4 @@
-"""Attention on Hopper GPUs: by the shapes of a call, the faster of FlashMLA's and the Triton kernel."""
+"""Attention on Hopper GPUs: the faster of FlashMLA and Triton for the shapes of a call."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from deepseek_attn.kernels.common.device import compute_capability, gpu
 
 
 class MixedKernels(SplitAttentionImpl):
-    """Decode: Triton from projected heads; from queries the faster one. Prefill: FlashMLA for 64 and 128 heads.
+    """Decode: the fused Triton kernel for raw queries, else the faster kernel. Prefill: FlashMLA for 64 and 128 heads.
 
     Notes:
-        The choice depends on shapes alone, so a captured graph keeps it and stays right for any lengths. It was
-        measured on an H200 (docs/notebook.md), so the impl is for Hopper.
+        The choice depends on shapes only, so a captured graph is valid for any lengths. It was measured on an H200
+        (docs/notebook.md), so the impl supports Hopper only.
     """
 
     name = "mixed"
     batch_dependence = "it calls FlashMLA's or the Triton kernel by the number of queries"
     needs_masked_tails = FlashMLAKernels.needs_masked_tails
-    # with 128 heads too, where `attend_pages` may prefer FlashMLA: the launches that this saves take longer
+    # also for 128 heads, where `attend_pages` may prefer FlashMLA: saving launches gains more
     fused_records = TritonKernels.fused_records
 
     @classmethod
@@ -55,12 +55,12 @@ class MixedKernels(SplitAttentionImpl):
 
 
 def _kernels(q: Tensor, width: int, record: str = "") -> type[SplitAttentionImpl]:
-    """Whose kernels attend with ``q [T, heads, d]`` to up to ``width`` keys: of pages of ``record``, or of rows."""
+    """The kernels for ``q [T, heads, d]`` over at most ``width`` keys: in pages of ``record``, or in rows."""
     call = LayerCall(q.shape[0], q.shape[1], width, record)
     return FlashMLAKernels if LIBRARY.plan(call, gpu(q.device)).choice.kernel == "FlashMLA" else TritonKernels
 
 
 class DeepseekV4MixedSparseImpl(MixedKernels):
-    """DeepSeek-V4 on both."""
+    """DeepSeek-V4 on FlashMLA and Triton."""
 
     backend_cls = DeepseekV4SparseMLABackend

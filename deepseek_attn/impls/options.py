@@ -1,4 +1,4 @@
-"""How a runner attends: its backend, by phase if wanted, and how prefill reads the caches."""
+"""Attention options of a runner: the backend, optionally by phase, and how prefill reads the caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AttentionOptions:
             (`impls.register_impl`), or ``module:Class``.
         decode_backend, prefill_backend: the same for one phase; None: ``backend``.
         fp8_mode: ``mixed``: prefill queries read cache pages in place, as decode queries do. ``separate``: the keys of
-            prefill requests are gathered to rows of the model's dtype first. ``auto``: see `prefill_reads_pages`.
+            prefill requests are first gathered to rows of the model's dtype. ``auto``: see `prefill_reads_pages`.
         prefill_workspace_rows: rows of gathered keys, shared by the requests of a step in turn; None: four requests of
             full length, fewer if fewer run at once.
         deterministic: logits do not depend on the batch, so every query reads pages.
@@ -56,7 +56,7 @@ class AttentionOptions:
             ratios: of the layers.
 
         Raises:
-            ValueError: with all problems, for options that no impl can follow.
+            ValueError: options that no impl supports; the message lists all problems.
         """
         ratios, rows, problems, least = list(ratios), self.prefill_workspace_rows, [], 0
         if self.fp8_mode not in FP8_MODES:

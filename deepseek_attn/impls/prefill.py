@@ -1,4 +1,4 @@
-"""Prefill over gathered keys: when, the workspace's size, chunks of requests that share it, and their index rows."""
+"""Prefill over gathered keys: when it is used, the size of its workspace, chunks of requests, and index rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def prefill_reads_pages(fp8_mode: str, spec: AttentionSpec) -> bool:
     """Whether prefill queries read cache pages in place, as decode queries do, instead of gathered rows.
 
     Args:
-        fp8_mode: ``mixed``: they do; ``separate``: they do not; ``auto``: V3.2's do where its cache is not FP8 (its
-            pages are rows that the prefill kernel reads as they are) or heads are few. V4's do not: a gathered key
-            serves many queries.
+        fp8_mode: ``mixed``: they do; ``separate``: they do not; ``auto``: V3.2's do if its cache is not FP8 (the
+            prefill kernel reads its pages directly as rows) or if there are few heads. V4's do not: many queries read
+            each gathered key.
     """
     if fp8_mode != "auto":
         return fp8_mode == "mixed"
@@ -44,7 +44,7 @@ class PrefillChunk:
     """Prefill requests ``first`` to ``last`` (exclusive) that share the workspace.
 
     Attributes:
-        N: workspace rows for entries per request; window_rows: rows for window keys behind them.
+        N: workspace rows for entries per request; window_rows: rows for the window keys after them.
     """
 
     first: int
@@ -68,8 +68,8 @@ class PrefillChunk:
 def plan_prefill_chunks(seq_lens: Tensor, gather_lens: Tensor, ratio: int, capacity: int) -> list[PrefillChunk]:
     """Groups consecutive requests so that ``requests * rows_per_request`` stays within ``capacity`` rows.
 
-    ``N`` and ``window_rows`` are the largest of the group, so short requests are not sized by ``max_model_len``. A
-    request alone always fits the reserved workspace.
+    ``N`` and ``window_rows`` are the maxima of the group, so short requests do not take rows for ``max_model_len``. A
+    single request always fits the reserved workspace.
     """
     chunks: list[PrefillChunk] = []
     for index, (seq_len, gather_len) in enumerate(zip(seq_lens.tolist(), gather_lens.tolist(), strict=True)):
@@ -100,9 +100,9 @@ def gather_keys(layer: AttentionLayer, step: StepMetadata, chunk: PrefillChunk, 
 def merged_indices(
     layer: AttentionLayer, step: StepMetadata, chunk: PrefillChunk, tokens: slice
 ) -> tuple[Tensor, Tensor]:
-    """Workspace rows ``[T, K]`` that the prefill tokens ``tokens`` read, -1 for none, and their counts ``[T]``.
+    """Workspace rows ``[T, K]`` that the prefill tokens ``tokens`` read (-1: no row), and their number ``[T]``.
 
-    Without an indexer they are equal for all layers of a ratio, and the first one computes them.
+    Without an indexer they are equal for all layers of a ratio: the first layer computes them for all.
     """
     ratio, first = layer.compress_ratio, step.num_decodes
 
@@ -121,7 +121,7 @@ def merged_indices(
 def _without_missing(
     rows: IndexRows, layer: AttentionLayer, step: StepMetadata, tokens: slice, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows of `merged_indices` without the window's first keys, which were not computed, behind ``width`` entries."""
+    """Rows of `merged_indices` without window keys that were not computed: the first ones after ``width`` entries."""
     prefill, ratio = slice(step.num_decode_tokens, None), layer.compress_ratio
     entries = (step.positions[prefill][tokens] + 1) // max(ratio, 1) * (ratio > 0)
     missing = step.missing_keys(layer.window_size)[prefill][tokens]

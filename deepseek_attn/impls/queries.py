@@ -1,4 +1,4 @@
-"""Queries as a layer hands them to its impl, and attention's output as the output projection takes it."""
+"""Queries that a layer passes to its impl, and the attention output passed to the output projection."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ AttentionOutput = Tensor | QuantizedRows
 class AttentionQueries:
     """Queries of a step's tokens: first projected, later normed and rotated.
 
-    Kernels that fuse norm and RoPE read ``raw``, or ``q`` if it is there. All others read `normed`.
+    Kernels that fuse norm and RoPE read ``raw``, or ``q`` if it is set. All other kernels read `normed`.
 
     Attributes:
-        raw: the projected queries. Once they are normed, its ``q`` is the result: this frees the projections.
+        raw: the projected queries. `normed` replaces its ``q`` by the result, which frees the projections.
         q: ``[T, padded_heads, head_dim]``, normed and rotated; None until then.
     """
 
@@ -29,7 +29,7 @@ class AttentionQueries:
     q: Tensor | None = None
 
     def normed(self) -> Tensor:
-        """Normed and rotated queries. The first call computes them and frees the projections, which are as large."""
+        """Normed and rotated queries. The first call computes them and frees the projections of the same size."""
         if self.q is None:
             self.q = query_norm_rope(self.raw)
             self.raw = self.raw._replace(q=self.q.flatten(1))

@@ -1,4 +1,4 @@
-"""The batch that a step's metadata was made for: layers refuse to compute another one with it."""
+"""The batch that a step's metadata was made for: layers refuse any other batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepBatch:
             cache.uncommitted = 0
 
     def begin(self, layer: str, pools: CachePools, x: torch.Tensor, positions: torch.Tensor) -> None:
-        """Called by each layer before it computes the step; from then on the step waits for its commit.
+        """Called by each layer before it computes the step; the step is then pending until it is committed.
 
         Raises:
             ValueError: hidden states, positions or caches of another step.
@@ -70,7 +70,7 @@ class StepBatch:
 
 
 def check_hidden_states(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ValueError unless ``x [..., tokens, hidden_size]`` is such a dense tensor without gradients."""
+    """Raises ValueError unless ``x`` is a dense tensor of this shape, dtype and device, without gradients."""
     names = "[tokens, hidden_size]" if len(shape) == 2 else "[layers, tokens, hidden_size]"
     expected = f"{names} = {list(shape)} in {dtype} on {device}"
     if not isinstance(x, torch.Tensor) or x.is_nested:

@@ -1,4 +1,4 @@
-"""Attention in Triton: decode reads pages of any record, prefill gathered rows; on any GPU Triton compiles for."""
+"""Attention in Triton, on any GPU that it supports: decode reads pages of any record, prefill reads gathered rows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TritonKernels(SplitAttentionImpl):
     """Pages of every record and plain rows, 1 to 128 heads and more, float32, bfloat16 and float16.
 
     Notes:
-        Launches depend on shapes alone, so a captured graph serves any lengths and block tables. ``fp8_v4`` entries are
-        decoded to float16: keys beyond +-65504 would overflow. V4's are normalised.
+        Launches depend on shapes only, so a captured graph is valid for any lengths and block tables. ``fp8_v4``
+        entries are decoded to float16, where keys beyond +-65504 would overflow; V4's keys are normalised.
     """
 
     name = "triton"
