@@ -96,7 +96,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
             fields = parse_json(line, where)
             index, request = (fields.get("index"), fields.get("request")) if isinstance(fields, dict) else (None, None)
             if not isinstance(index, int) or not isinstance(request, str):
-                raise ValueError(f"{where}: no line of this command, with an index and a request: name another file")
+                raise ValueError(f"{where}: not a line of this command, with an index and a request: name another file")
             if index in done:
                 raise ValueError(f"{where}: prompt {index} has another line already: remove one of them")
             done[index] = request

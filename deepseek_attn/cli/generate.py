@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="append the lines of --prompts to this file instead")
     parser.add_argument(
-        "--resume", action="store_true", help="go on with the prompts that have no line in --out, which is kept"
+        "--resume", action="store_true", help="keep --out, and run only the prompts that have no line in it"
     )
     parser.add_argument(
         "--chat",
@@ -78,13 +78,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tools",
         metavar="FILE",
-        help="functions that the model may call: a JSON list as OpenAI has it; each call is printed as a line of JSON "
+        help="functions that the model may call: a JSON list in OpenAI's format; each call is one line of JSON "
         "(with --chat)",
     )
     parser.add_argument(
         "--allow-special",
         action="store_true",
-        help="a special token written out in a message becomes that token; by default it stays text (with --chat)",
+        help="encode special tokens written in messages as such; by default they stay text (with --chat)",
     )
     sampling = parser.add_argument_group(
         "sampling", "The checkpoint's generation_config.json, where there is one, has other defaults."
@@ -115,14 +115,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="X",
-        help="subtracted from the logits of tokens that the output has (default: 0)",
+        help="subtracted from the logits of tokens that occur in the output (default: 0)",
     )
     sampling.add_argument(
         "--frequency-penalty",
         type=float,
         default=0.0,
         metavar="X",
-        help="subtracted from a token's logit for each time that the output has it (default: 0)",
+        help="subtracted from a token's logit per occurrence in the output (default: 0)",
     )
     sampling.add_argument(
         "--logit-bias",
@@ -133,7 +133,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="added to the logit of this token; repeatable",
     )
     sampling.add_argument(
-        "--allowed-token-ids", type=numbers, metavar="IDS", help="comma-separated token ids: no others come"
+        "--allowed-token-ids", type=numbers, metavar="IDS", help="comma-separated ids of the only allowed tokens"
     )
     sampling.add_argument(
         "--bad-word", type=str, action="append", default=[], metavar="TEXT", help="never complete this word; repeatable"
@@ -143,7 +143,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--n", type=int, default=1, help="completions of each prompt, with different random numbers (default: 1)"
     )
     sampling.add_argument(
-        "--min-tokens", type=int, default=0, metavar="N", help="no end before this many new tokens (default: 0)"
+        "--min-tokens", type=int, default=0, metavar="N", help="minimum number of new tokens (default: 0)"
     )
     sampling.add_argument(
         "--stop", type=str, action="append", default=[], metavar="TEXT", help="stop before this text; repeatable"
@@ -155,17 +155,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     structure.add_argument("--json-schema", metavar="FILE|JSON", help="the text is JSON of this schema")
     structure.add_argument("--regex", type=str, help="the whole text matches this regular expression")
     structure.add_argument("--choices", type=str, nargs="+", metavar="TEXT", help="the text is one of these")
-    structure.add_argument("--grammar", metavar="FILE", help="the text is of this grammar, Lark or GBNF")
+    structure.add_argument("--grammar", metavar="FILE", help="the text matches this grammar, Lark or GBNF")
     sampling.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
-    sampling.add_argument(
-        "--include-stop-str-in-output", action="store_true", help="the text ends with the stop string, not before it"
-    )
-    sampling.add_argument("--keep-special-tokens", action="store_true", help="special tokens are part of the text")
+    sampling.add_argument("--include-stop-str-in-output", action="store_true", help="keep the stop string in the text")
+    sampling.add_argument("--keep-special-tokens", action="store_true", help="keep special tokens in the text")
     sampling.add_argument(
         "--logprobs",
         type=int,
         metavar="K",
-        help="log-probability and rank of each new token, and the K most likely ones, of the model's own distribution",
+        help="log-probability and rank of each new token, and the K most likely tokens, before sampling options",
     )
     sampling.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same for the tokens of the prompt")
     parser.add_argument(

@@ -48,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plans.add_argument("--plans", metavar="MODEL", help=f"checkpoint directory, config.json, {HUB_ID} or preset")
     plans.add_argument(
         "--gpu", type=gpu_facts, metavar="GPU",
-        help=f"{GPU_NAMES}, or compute capability and multiprocessors, for instance 9.0:132 (default: the one here)",
+        help=f"{GPU_NAMES}, or compute capability and multiprocessors, for instance 9.0:132 (default: this machine's)",
     )  # fmt: skip
     plans.add_argument("--batch", type=numbers, metavar="LIST", help="sequences of decode steps (default: 1,8,32,128)")
     plans.add_argument("--context", type=int, metavar="N", help="tokens of each sequence (default: 8192)")
-    plans.add_argument("--prefill", type=numbers, metavar="LIST", help="also steps of one prompt of so many tokens")
+    plans.add_argument("--prefill", type=numbers, metavar="LIST", help="also steps of one prompt, by length")
     add_numerics_options(plans)
     plans.add_argument("--backend", metavar="BACKEND", help="attention impl of these steps (default: auto)")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
         return
     for name in PLAN_FLAGS:
         if getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')}: say of which model, --plans MODEL")
+            raise ValueError(f"--{name.replace('_', '-')}: name the model with --plans MODEL")
     facts = collect()
     if args.json:
         show(json.dumps(facts))

@@ -65,7 +65,7 @@ def add_expert_options(parser: argparse._ActionsContainer) -> None:
         "--expert-cache-bytes",
         type=memory_size,
         metavar="BYTES",
-        help="experts that the GPU, or a CPU in RAM, keeps of those elsewhere (default: by the memory that is free)",
+        help="experts cached on the GPU, or in RAM for a CPU, if all are kept elsewhere (default: by free memory)",
     )
 
 
@@ -106,7 +106,7 @@ def add_numerics_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--index-keys",
         choices=("fp8", "fp4"),
-        help="format of the indexer's keys; fp4 (V4, V4.1) halves what a selection reads (default: the numerics')",
+        help="format of the indexer's keys; fp4 (V4, V4.1) halves the bytes of a selection (default: the numerics')",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
 

@@ -43,12 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prefill_options(parser)
     add_trailing_option(parser)
     parser.add_argument(
-        "--device", choices=["cpu"], help="predict for this machine's CPU, also where there is a GPU, in this memory"
+        "--device", choices=["cpu"], help="predict for this machine's CPU and memory, even if it has a GPU"
     )
     add_expert_options(parser)
     parser.add_argument(
         "--host-memory", type=memory_size, metavar="BYTES",
-        help="memory of the host, for routed experts outside of a GPU, or of a CPU (default: that is free here)",
+        help="host memory, for a CPU or for routed experts outside of a GPU (default: free memory of this machine)",
     )  # fmt: skip
     parser.add_argument(
         "--disk-rate", type=memory_size, default=DISK_RATE, metavar="BYTES",
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument(
         "--gpu",
         choices=["h100", "h200"],
-        help="predict for this GPU, of 80 GB (SXM) or 141 GB (default: the memory of the one here)",
+        help="predict for this GPU, with 80 GB (SXM) or 141 GB (default: this machine's GPU)",
     )
     ranks.add_argument("--ranks", type=int, metavar="N", help="GPUs that share the model (default: 1)")
     ranks.add_argument(
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     known = () if args.device is None else ("batch", "prefill")
     given = [name for name, default in RANK_FLAGS.items() if getattr(args, name) != default and name not in known]
     if given and args.gpu is None:
-        raise ValueError(f"--{given[0].replace('_', '-')}: say of which GPUs, --gpu h100 or h200")
+        raise ValueError(f"--{given[0].replace('_', '-')}: name the GPUs with --gpu h100 or h200")
     if args.gpu is not None and args.device is not None:
         raise ValueError("--gpu and --device cpu: choose one")
     from deepseek_attn.cli.plan_facts import PlanFacts  # imports torch

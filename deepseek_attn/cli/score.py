@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--logprobs",
         type=int,
         metavar="K",
-        help="instead of the logits, of each token but the first: its log-probability and rank, and the K most likely "
+        help="instead of logits, of each token but the first: its log-probability and rank, and the K most likely "
         'tokens in its place: "i.logprobs", "i.ranks", "i.top_ids" and "i.top_logprobs" [len_i - 1 (, K)]',
     )
     parser.add_argument(

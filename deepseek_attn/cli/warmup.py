@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speculate", type=int, default=0, metavar="N", help="drafts per step (default: 0)")
     parser.add_argument(
         "--gpu", type=gpu_facts, metavar="GPU",
-        help=f"{GPU_NAMES}, or compute capability and multiprocessors, for instance 9.0:132 (default: the one here)",
+        help=f"{GPU_NAMES}, or compute capability and multiprocessors, for instance 9.0:132 (default: this machine's)",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: processors less one)")
     parser.set_defaults(run=run)

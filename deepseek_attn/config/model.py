@@ -105,7 +105,7 @@ class ModelConfig(DeepseekV4Base):
             )
         if kind := weight_format(file):
             hint = "give the folder that holds it and config.json" if kind == "safetensors" else SUPPORTED
-            raise ValueError(f"{str(path)!r} is a file of weights in the format {kind}, no checkpoint folder; {hint}")
+            raise ValueError(f"{str(path)!r} is a weight file in the format {kind}, not a checkpoint folder; {hint}")
         if file.name == CONFIG_FILE and (found := quantiser(file.parent)):
             raise ValueError(f"the weights in {str(file.parent)!r} are quantised by {found}; {SUPPORTED}")
         return cls.from_dict(read_json(file, f"invalid config ({file})"), origin=str(file))

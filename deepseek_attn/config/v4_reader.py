@@ -120,7 +120,7 @@ def _read_rope(reader: FieldReader, head_dim: int | None) -> dict[str, Any]:
         reader.problem("rope_parameters has only one of main and compress: transformers reads neither; give both")
     main, compress = main or {}, compress or {}
     if read_yarn(reader, "rope_parameters.main", main) is not None:
-        reader.problem("rope_parameters.main asks for yarn: layers without compression use plain rope only")
+        reader.problem("rope_parameters.main has type yarn: layers without compression use plain rope only")
     label = "rope_parameters" + ".compress" * nested
     spellings = {"rope_scaling": reader.mapping("rope_scaling"), label: compress if nested else parameters}
     scalings = {name: read_yarn(reader, name, spelling) for name, spelling in spellings.items()}
@@ -172,7 +172,7 @@ def _check_attention_factor(
     if factor is None or factor <= 1 or given:
         return
     reader.problem(
-        "rope_parameters.compress asks for yarn without attention_factor: transformers then scales cos and sin, by "
+        "rope_parameters.compress has type yarn without attention_factor: transformers then scales cos and sin, by "
         f"{0.1 * math.log(factor) + 1:.3f} for factor {factor}, and DeepSeek's code does not; give attention_factor 1.0"
     )
 

@@ -145,7 +145,7 @@ def get_impl(
     impl = find_impl(name, impls)
     usable, reason = impl.supported(device, spec)
     if not usable:
-        raise ValueError(f"backend {name!r} cannot run on {device}: {reason}; backend='auto' picks one that can")
+        raise ValueError(f"backend {name!r} cannot run on {device}: {reason}; backend='auto' selects one that can")
     return impl
 
 

@@ -113,11 +113,11 @@ class Golden:
         """Weights of the model by published name: float32 values, or the stored tensors with their scales.
 
         Raises:
-            ValueError: the fixture is not one of the library's models.
+            ValueError: the library does not have the fixture's model.
         """
         source = self._source or GoldenSource(ModelConfig.from_dict(self.config))
         if self.name not in CASES:
-            raise ValueError(f"{self.name} was made of another checkpoint, which has the weights")
+            raise ValueError(f"{self.name} was made from another checkpoint, which holds the weights")
         if not dequantized:
             return {name: source.read(name).clone() for name in source.entries()}
         source_names = CanonicalSource(source, canonical_names(source.config))
@@ -165,19 +165,19 @@ def load(name: str | Path) -> Golden:
         return _computed(str(name))
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"{str(name)!r} is no file and no fixture: there are {', '.join(CASES)}")
+        raise ValueError(f"{str(name)!r} is neither a file nor a fixture: there are {', '.join(CASES)}")
     try:
         with safe_open(path, "pt") as file:
             facts = json.loads((file.metadata() or {}).get("golden", "{}"))
             if facts.get("format") != FORMAT:
                 raise ValueError(
-                    f"{path} is no golden fixture of format {FORMAT}: its format is {facts.get('format')!r}; write it "
+                    f"{path} is not a golden fixture of format {FORMAT}: it has {facts.get('format')!r}; write it "
                     "again with `deepseek-attn port-check --write DIR`"
                 )
             inputs = {n[6:]: file.get_tensor(n) for n in file.keys() if n.startswith("input.")}  # noqa: SIM118
             results = {n: {op: file.get_tensor(f"{n}.{op}") for op in ops} for n, ops in facts["ops"].items()}
     except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from None
+        raise ValueError(f"{path} is not a safetensors file: {error}") from None
     keys = ("name", "about", "config", "rows", "version", "kind")
     return Golden(layers=tuple(facts["layers"]), inputs=inputs, results=results, **{key: facts[key] for key in keys})
 
@@ -188,7 +188,7 @@ def read_outputs(path: str | Path) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is not a mapping)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{str(path)!r} is no safetensors file that can be read: {error}") from None
+        raise ValueError(f"{str(path)!r} is not a readable safetensors file: {error}") from None
 
 
 def compare(

@@ -61,7 +61,7 @@ def has_mark(path: Path, mark: str) -> bool:
 def check_replaceable(path: Path, mark: str) -> None:
     """ValueError if ``path`` exists and this library did not write it (it lacks ``mark``)."""
     if os.path.lexists(path) and not has_mark(path, mark):
-        raise ValueError(f"{str(path)!r} is there and was not written by `{mark}`: move it away, or write elsewhere")
+        raise ValueError(f"{str(path)!r} exists and was not written by `{mark}`: move it away, or write elsewhere")
 
 
 @contextmanager

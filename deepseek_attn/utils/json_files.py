@@ -49,7 +49,7 @@ def parse_json(text: str | bytes, origin: str) -> Any:
         place = f"line {error.lineno}, column {error.colno}"
         raise JSONSyntaxError(f"{origin}: not valid JSON at {place}: {error.msg}") from None
     except _RepeatedKeyError as error:
-        raise ValueError(f"{origin}: {error.args[0][:200]!r} is there twice in one object") from None
+        raise ValueError(f"{origin}: {error.args[0][:200]!r} is repeated in one object") from None
     except ValueError:  # Python's limit on the digits of an integer
         raise ValueError(f"{origin}: an integer of thousands of digits") from None
     if too_deep:

@@ -15,7 +15,7 @@ class Turns:
     """Whose turn it is to use a model, its caches and its scratch memory.
 
     Args:
-        device: of the model. On a GPU, the work of a turn is ordered after that of the previous turn even if the two
+        device: of the model. On a GPU, the work of a turn is ordered after the previous turn's work even if the two
             threads launch on different streams, and the model's GPU is the current device.
 
     Attributes:

@@ -95,8 +95,11 @@ def test_folders(tmp_path, files, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("m.gguf", r"is a file of weights in the format GGUF.*" + SUPPORTED),
-        ("m.safetensors", "in the format safetensors, no checkpoint folder; give the folder that holds it and config"),
+        ("m.gguf", r"is a weight file in the format GGUF.*" + SUPPORTED),
+        (
+            "m.safetensors",
+            "in the format safetensors, not a checkpoint folder; give the folder that holds it and config",
+        ),
     ],
 )
 def test_files(tmp_path, name, message):

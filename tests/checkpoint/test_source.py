@@ -187,7 +187,7 @@ def entry(begin, end, dtype="F32", shape=None):
         (f'"a": {entry(4, 0, shape=[-1])}, "b": {entry(4, 8)}', 8, r"invalid value: integer `-1`"),
         (f'"a": {entry(0, 4, shape=[-1])}', 4, r"invalid value: integer `-1`"),
         (f'"a": {entry(0, 4)}, "a": {entry(4, 8)}', 8, r"invalid offset for tensor `a`"),
-        (f'"a": {entry(0, 4)}, "a": {entry(0, 4, "I32", [1])}', 4, r"'a' is there twice"),
+        (f'"a": {entry(0, 4)}, "a": {entry(0, 4, "I32", [1])}', 4, r"'a' is repeated"),
         ('"a": {"dtype": "F32", "shape": [1]}', 4, r"data_offsets"),
     ],
     ids=[

@@ -181,7 +181,7 @@ def test_a_json_that_nobody_named_replaces_that_of_an_inspection_alone(here, cap
     ]
     config = (here / "model" / "config.json").read_bytes()
     assert main([*command, "model/config.html"]) == 2
-    assert "config.json' is there and was not written by `deepseek-attn inspect`" in capsys.readouterr().err
+    assert "config.json' exists and was not written by `deepseek-attn inspect`" in capsys.readouterr().err
     assert (here / "model" / "config.json").read_bytes() == config
     assert not (here / "model" / "config.html").exists()
     for _ in range(2):

@@ -140,7 +140,7 @@ def test_yarn_scales_neither_cos_nor_sin(tiny_hf):
     expected = ModelConfig.from_dict(tiny_hf)
     del compress["attention_factor"]
     (problem,) = problems_of(tiny_hf)
-    assert problem.startswith("rope_parameters.compress asks for yarn without attention_factor: transformers then")
+    assert problem.startswith("rope_parameters.compress has type yarn without attention_factor: transformers then")
     assert "by 1.277 for factor 16.0, and DeepSeek's code does not; give attention_factor 1.0" in problem
     compress |= {"mscale": 0.7, "mscale_all_dim": 0.7}
     assert ModelConfig.from_dict(tiny_hf) == expected
@@ -151,7 +151,7 @@ def test_yarn_scales_neither_cos_nor_sin(tiny_hf):
 def test_plain_rope_does_not_take_yarn(tiny_hf):
     tiny_hf["rope_parameters"]["main"] |= {"rope_type": "yarn", **YARN}
     (problem,) = problems_of(tiny_hf)
-    assert problem.startswith("rope_parameters.main asks for yarn")
+    assert problem.startswith("rope_parameters.main has type yarn")
 
 
 def test_indexer_rules_do_not_bind_without_an_indexer(tiny):

@@ -234,7 +234,7 @@ def test_the_chosen_memory_is_part_of_a_gpu(capsys):
     ("flags", "message"),
     [
         (["--gpu", "h100", "--device", "cpu"], "--gpu and --device cpu: choose one"),
-        (["--ranks", "2", "--device", "cpu"], "--ranks: say of which GPUs"),
+        (["--ranks", "2", "--device", "cpu"], "--ranks: name the GPUs"),
         (["--approximate-prefill"], "--approximate-prefill is for DeepSeek-V4.1"),
         (["--expert-cache-bytes", "1GB"], "with expert_memory='gpu' all experts are on the device"),
     ],

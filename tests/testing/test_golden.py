@@ -389,8 +389,8 @@ def test_the_command_compares(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("none --outputs {0}/x.safetensors", "'none' is no file and no fixture: there are v4_swa_layer"),
-        ("v4_moe --outputs {0}/x.safetensors", "is no safetensors file that can be read"),
+        ("none --outputs {0}/x.safetensors", "'none' is neither a file nor a fixture: there are v4_swa_layer"),
+        ("v4_moe --outputs {0}/x.safetensors", "is not a readable safetensors file"),
         ("--write {0}/g none", "no fixture none"),
         ("--list --model x --layers 0", "--model goes with --layers and --write DIR"),
         ("v4_moe v32_moe --outputs x", "compared with one fixture"),
@@ -419,5 +419,5 @@ def test_layers_of_a_crop(tmp_path, capsys):
     fixture = golden.load(tmp_path / "g" / "layer_0.safetensors")
     theirs = TransformersLayer(config, RandomSource(config, 0), 1)
     golden.compare(fixture, {"output": theirs(fixture.inputs["x"])})
-    with pytest.raises(ValueError, match="was made of another checkpoint"):
+    with pytest.raises(ValueError, match="was made from another checkpoint"):
         fixture.weights()

@@ -138,7 +138,7 @@ def test_markup_that_is_spelled_is_text():
     [
         (V4_CALLS[: V4_CALLS.index('"r')], "w", '{"c": "Pa', "the reply ended within it"),
         (V4_CALLS.replace("[1, null]", "Paris"), "w", None, "its arguments: not valid JSON at line 1, column 27"),
-        (V4_CALLS.replace('name="n"', 'name="c"'), "w", None, "its arguments: 'c' is there twice in one object"),
+        (V4_CALLS.replace('name="n"', 'name="c"'), "w", None, "its arguments: 'c' is repeated in one object"),
         (V4_CALLS.replace(' string="true"', ""), "w", None, "between two tags"),
         (
             V4_CALLS.replace('w">\n', 'w">\n{"c": 1}\n'),

@@ -11,7 +11,7 @@ BROKEN = {
     "one level too deep": ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "more than 64 objects or lists"),
     "deep value": ('{"a": 1, "b": [{"c": ' + "[" * 500 + "]" * 500 + "}]}", "more than 64 objects or lists"),
     "digits": ('{"a": ' + "9" * 10_000 + "}", "an integer of thousands of digits"),
-    "twice": ('{"a": 1, "b": {"c": 1, "c": 1}}', "'c' is there twice in one object"),
+    "twice": ('{"a": 1, "b": {"c": 1, "c": 1}}', "'c' is repeated in one object"),
     "broken": ('{"a": 1,\n "b": }', "not valid JSON at line 2, column 7: Expecting value"),
     "empty": ("", "not valid JSON at line 1, column 1"),
     "latin-1": (b'{"a": "\xff"}', "not UTF-8 text at byte 7"),

@@ -48,7 +48,7 @@ class ModelTiming(KernelTiming):
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
         tokens_per_second: new tokens of all sequences together.
         work: bytes and FLOPs of the step, all stages together.
-        floor_us: sum of the stages' floors, since stages run one after the other; None without peak rates.
+        floor_us: sum of the stages' floors, since stages run in sequence; None without peak rates.
         over_floor: the median divided by ``floor_us``.
         stages: each stage alone, rows of Engram tables on the device.
     """

@@ -93,7 +93,7 @@ def add_tune_parser(what: argparse._SubParsersAction) -> None:
         "--prefill", type=numbers, default=[512, 8192], metavar="LIST", help="lengths of prefills (default: 512,8192)"
     )
     tune.add_argument(
-        "--nearest", type=int, metavar="N", help="only the N rows before and after the one that is taken (default: all)"
+        "--nearest", type=int, metavar="N", help="only the N rows before and after the selected row (default: all)"
     )
     tune.add_argument(
         "--minutes", type=float, metavar="N", help="time no further problem after N minutes (default: time all)"
@@ -123,24 +123,27 @@ def add_engine_parser(what: argparse._SubParsersAction) -> None:
     )
     engine.add_argument(
         "--drafts", type=numbers, default=[1, 2, 3], metavar="LIST",
-        help="drafts per step, each beside none (default: 1,2,3)",
+        help="numbers of drafts per step, compared with no drafts (default: 1,2,3)",
     )  # fmt: skip
     engine.add_argument(
         "--acceptance", type=fractions, metavar="LIST",
-        help="count drafts as right by lot, with each of these probabilities if those before are right (default: "
+        help="accept drafts at random with each of these probabilities if all earlier ones are accepted (default: "
         "compare them with the model's tokens); needs CUDA graphs",
     )  # fmt: skip
     engine.add_argument(
         "--logprobs", type=int, metavar="K", help="also with log-probabilities of each token and the K likeliest"
     )
     engine.add_argument("--structured", action="store_true", help="also with a JSON schema for the text")
-    engine.add_argument("--eager", action="store_true", help="where steps are CUDA graphs: also time them without")
+    engine.add_argument("--eager", action="store_true", help="also time steps without their CUDA graphs")
     add_deterministic_option(engine)
     engine.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens of a prompt (default: 64)")
     engine.add_argument("--tokens", type=int, default=128, metavar="N", help="new tokens of a request (default: 128)")
     engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     engine.add_argument(
-        "--repeats", type=int, default=3, help="runs of each, of which the median counts, after one more (default: 3)"
+        "--repeats",
+        type=int,
+        default=3,
+        help="timed runs per variant, after a warm-up (default: 3)",
     )
     add_numerics_options(engine)
     add_report_option(engine)
@@ -149,7 +152,7 @@ def add_engine_parser(what: argparse._SubParsersAction) -> None:
 
 def add_structured_parser(what: argparse._SubParsersAction) -> None:
     structured = what.add_parser(
-        "structured", help="what structured output costs a token: the mask on the host, applying it on the device"
+        "structured", help="cost of structured output per token: the mask on the host, applying it on the device"
     )
     structured.add_argument(
         "--model", metavar="DIR", help="folder with a tokenizer.json (default: pieces of the sample text)"
@@ -163,9 +166,7 @@ def add_structured_parser(what: argparse._SubParsersAction) -> None:
 
 
 def add_memory_parser(what: argparse._SubParsersAction) -> None:
-    memory = what.add_parser(
-        "memory", help="memory of a GPU at the peak of a run, by part: as `plan` predicts it and as it is"
-    )
+    memory = what.add_parser("memory", help="peak memory of a GPU in a run, by part: predicted by `plan`, and measured")
     memory.add_argument(
         "--model", default="v4_flash", metavar="NAME|FILE|ID",
         help=f"preset, config.json or {HUB_ID}, filled with random weights (default: v4_flash)",

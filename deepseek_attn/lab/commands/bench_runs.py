@@ -50,7 +50,7 @@ def run_ops(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     cases = op_cases(device)
     if not cases:
-        raise ValueError(f"no op can be timed: {problem_on(device) or 'plain torch was asked for'}")
+        raise ValueError(f"no op can be timed: {problem_on(device) or 'plain torch was chosen'}")
     wanted = [
         case
         for case in cases
@@ -166,7 +166,7 @@ def run_tune(args: argparse.Namespace) -> None:
     tables = [table for family in families for table in tables_of(family)]
     device = pick_device(None)
     if device.type != "cuda":
-        raise ValueError("bench tune times kernels on a GPU, and there is none here: info --plans shows their tables")
+        raise ValueError("bench tune times kernels on a GPU; this machine has none: info --plans shows their tables")
     config = ModelConfig.from_pretrained(args.model)
     if args.experts is not None:
         config = config.replace(n_routed_experts=args.experts)
@@ -277,7 +277,7 @@ def run_memory(args: argparse.Namespace) -> None:
     """Measures the memory of runs at each combination of limits, and prints it beside the prediction."""
     device = pick_device(None)
     if device.type != "cuda":
-        raise ValueError("bench memory measures a GPU, and there is none here: plan --gpu h100 (or h200) predicts")
+        raise ValueError("bench memory measures a GPU; this machine has none: plan --gpu h100 (or h200) predicts")
     config = cut_config(ModelConfig.from_pretrained(args.model), args.layers, args.experts)
     try:
         runs = [Limits(*map(int, text.split(":"))) for text in args.limits]

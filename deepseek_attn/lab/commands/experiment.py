@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--minutes",
                 type=float,
                 metavar="N",
-                help="begin nothing after so long; trainings keep their state, and `resume` goes on with them",
+                help="start nothing after this time; running trainings save their state, and `resume` continues them",
             )
         if name == "report":
             command.add_argument("--against", metavar="DIR", help="compare with another folder of results")

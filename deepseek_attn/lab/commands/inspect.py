@@ -33,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--prompt", type=str, help="text; `-`, or no prompt with piped input, reads standard input")
     source.add_argument("--token-ids", type=numbers, metavar="IDS", help="comma-separated token ids instead of text")
     parser.add_argument("--out", required=True, metavar="FILE", help="HTML file to write")
-    parser.add_argument("--json", metavar="FILE", help="JSON file to write (default: that of --out, with .json)")
+    parser.add_argument("--json", metavar="FILE", help="JSON file to write (default: the name of --out, with .json)")
     parser.add_argument(
         "--queries",
         metavar="LIST",
-        help="positions of the tokens that can be chosen, such as 0,100-149; --queries=-1 is the last one "
+        help="positions of the tokens to record, such as 0,100-149; --queries=-1 is the last one "
         "(default: all, or the last ones of a long prompt)",
     )
     parser.add_argument(

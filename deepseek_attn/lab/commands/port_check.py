@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "fixtures", nargs="*", metavar="FIXTURE", help="name that --list shows, or a file that --write wrote"
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--list", action="store_true", help="print the fixtures, or the ops of those that are named")
-    what.add_argument("--write", metavar="DIR", help="write the fixtures that are named (default: all) to a directory")
+    what.add_argument("--list", action="store_true", help="print the fixtures, or the ops of the named fixtures")
+    what.add_argument("--write", metavar="DIR", help="write the named fixtures (default: all) to a directory")
     what.add_argument("--outputs", metavar="FILE", help="safetensors file with results by name of op")
     parser.add_argument(
         "--numerics",

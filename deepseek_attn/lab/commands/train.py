@@ -42,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=0.004, help="peak learning rate (default: 0.004)")
     parser.add_argument("--weight-decay", type=float, default=1.0, help="weight decay of the matrices (default: 1.0)")
     parser.add_argument(
-        "--mtp-steps", type=int, metavar="N", help="steps of the MTP layer, after the others (default: --steps)"
+        "--mtp-steps", type=int, metavar="N", help="steps of the MTP layer, after the backbone's (default: --steps)"
     )
-    parser.add_argument("--mtp-lr", type=float, metavar="LR", help="its peak learning rate (default: --lr)")
-    parser.add_argument("--mtp-depth", type=int, metavar="N", help="drafts it is trained to make (default: 3)")
+    parser.add_argument("--mtp-lr", type=float, metavar="LR", help="the MTP layer's learning rate (default: --lr)")
+    parser.add_argument("--mtp-depth", type=int, metavar="N", help="drafts that it learns to make (default: 3)")
     parser.add_argument(
         "--budget",
         type=float,
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end the training, learning rate schedule included, within this time",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on with the interrupted training of the same options and --out"
+        "--resume", action="store_true", help="continue the interrupted training with the same options and --out"
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     parser.set_defaults(run=run)

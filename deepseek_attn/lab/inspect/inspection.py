@@ -258,7 +258,7 @@ class LayerRecord:
         if not bool(values.isfinite().all()):
             raise ValueError(
                 f"{self.layer.prefix}: {what} of tokens {int(block.positions[0])} to {int(block.positions[-1])} are "
-                "not finite; are the checkpoint's weights?"
+                "not finite; check the checkpoint's weights"
             )
 
     def _as_shares(self, values: Tensor) -> Shares:

@@ -64,7 +64,7 @@ def test_views_share_a_storage():
 def test_wrong_input(capsys, monkeypatch):
     monkeypatch.setattr("deepseek_attn.lab.commands.bench_runs.pick_device", lambda _: torch.device("cpu"))
     assert main(["bench", "memory"]) == 2
-    assert "there is none here" in capsys.readouterr().err
+    assert "this machine has none" in capsys.readouterr().err
     monkeypatch.setattr("deepseek_attn.lab.commands.bench_runs.pick_device", lambda _: torch.device("cuda"))
     assert main(["bench", "memory", "--model", "tiny", "--layers", "3", "--limits", "1:2"]) == 2
     assert "--limits 1:2: write for instance" in capsys.readouterr().err

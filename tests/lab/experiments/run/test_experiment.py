@@ -375,7 +375,7 @@ def test_only_documents_of_this_library_are_replaced_or_removed(finished, tmp_pa
         before = files(tmp_path / "out")
         for what in ("report", "resume"):
             assert main(["experiment", what, str(file), "--out", str(tmp_path / "out")]) == 2
-            assert f"{name}' is there and was not written by" in capsys.readouterr().err
+            assert f"{name}' exists and was not written by" in capsys.readouterr().err
         assert files(tmp_path / "out") == before
         place.write_bytes(ours)
 
