@@ -213,7 +213,7 @@ def side_by_side(values, START: gl.constexpr, COUNT: gl.constexpr):
 def decode(work, lists, pools, tiles, SHAPE: gl.constexpr, POOLS: gl.constexpr):
     """Decodes the keys tile by tile; ``bias`` is -inf for missing keys.
 
-    Three tiles are on their way: slots of the one after the next, bytes of the next, values of this one.
+    While it decodes tile i, the bytes of tile i + 1 and the slots of tile i + 2 are being loaded.
     """
     NOPE: gl.constexpr = SHAPE.NOPE
     RAW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])

@@ -109,7 +109,7 @@ class AttendShape:
 
     Attributes:
         DIM, D_V: channels of a key and of a value.
-        POOLS: 1 or 2. FIRST, SECOND: entries of the pools, the same one twice where there is one pool.
+        POOLS: 1 or 2. FIRST, SECOND: layouts of the pools' entries, equal if there is one pool.
         STARTS, WIDTHS: channels of the pieces of a key; the first V_PIECES of them are the value.
         DTYPE: of products; PRECISION: of float32 products; NATIVE_FP8: the GPU converts e4m3.
         SPLIT: results are split-K partials; RAW_Q: of raw queries, else None.

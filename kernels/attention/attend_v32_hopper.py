@@ -177,7 +177,7 @@ def _decode(work, keys, tiles, SHAPE: gl.constexpr):
     iteration = gl.to_tensor(0)
     for tile in range(work.split, (count + 63) // 64, splits):
         stage = iteration & 1
-        # scales of the next tile and slots of the one after are loaded while this one waits for its memory
+        # load scales of tile i + 1 and slots of tile i + 2 while tile i waits for free shared memory
         row = _row(following, keys, NOPE, N)
         valid = following >= 0
         next_scales = _load_scales(row, valid, NOPE)

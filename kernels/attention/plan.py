@@ -198,8 +198,8 @@ def splits_of_keys(problem: AttendProblem, gpu: GPU, choice: Choice) -> int:
     programs = problem.planned * cdiv(problem.heads, tiles.heads)
     splits = max(1, min(blocks, (2 if tiles.heads < 64 else 1) * gpu.multiprocessors // programs, 130))
     blocks_of_split = cdiv(blocks, splits)
-    # Two blocks take less time than another launch, which combines splits. Of raw queries that launch also rotates and
-    # quantises, which a program of this one does more slowly than many of that one.
+    # Two more blocks per program take less time than a second launch that combines splits. For raw queries the second
+    # launch also rotates and quantises, with more programs and so faster than the programs of this launch.
     alone = (3 if problem.heads <= 64 else 2) if problem.raw_q else 6
     if choice.kernel != "attend_kernel" and alone * programs >= gpu.multiprocessors and blocks - blocks_of_split <= 2:
         return 1

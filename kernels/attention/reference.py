@@ -112,8 +112,8 @@ def _written(result: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor,
 class _Source:
     """Keys of one kv tensor or pool.
 
-    ``fetch(rows int64 [r, w], valid [r, w], out float32 [r, w, d])`` reads them, invalid ones as anything that is
-    finite; ``read(rows int32 or int64 [n])`` returns float32 ``[n, d]`` of valid rows.
+    ``fetch(rows int64 [r, w], valid [r, w], out float32 [r, w, d])`` writes keys to ``out``, or any finite values for
+    invalid rows; ``read(rows int32 or int64 [n])`` returns the keys float32 ``[n, d]`` of valid rows.
     """
 
     indices: Tensor

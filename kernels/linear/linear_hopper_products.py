@@ -66,7 +66,7 @@ class TilePart(NamedTuple):
     """The part of a tile that a warpgroup multiplies.
 
     Attributes:
-        row, token: the first ones; last_row: of its weight, or of its group; num_tokens: of the input.
+        row, token: first of the part; last_row: of its weight, or of its group; num_tokens: of the input.
         number: of the part; split: which split-K partial of it.
     """
 
@@ -95,7 +95,7 @@ class HopperMemory(NamedTuple):
 
 
 class QuantizedOutput(NamedTuple):
-    """FP8 output, scales ``[N / 128, M]`` and the stride of their rows; q is None if there is no such output."""
+    """FP8 output, scales ``[N / 128, M]`` and the stride of their rows; q is None without such an output."""
 
     q: Any
     scale: Any

@@ -74,7 +74,7 @@ class LinearConstants:
 
     Attributes:
         K: channels of the input, of a group; TOKENS: of a tile.
-        STAGES: blocks of channels in flight; EARLY: blocks of a weight that are read before the input is there.
+        STAGES: blocks of channels in flight; EARLY: weight blocks read before the input is complete.
         POW2: scales of inputs that programs quantise are powers of two.
         NATIVE_FP8, PDL: as in `GPU`.
     """

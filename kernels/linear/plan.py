@@ -196,7 +196,7 @@ def _ring(problem: LinearProblem, rows: int, splits: int, stage_blocks: int, at_
 
 
 def whole_ring(problem: LinearProblem, gpu: GPU) -> LinearDecodeTiles:
-    """All of the shared memory: what is read early of one long job is worth more than an early next kernel."""
+    """Uses all shared memory: prefetching more of a long job saves more time than starting the next kernel early."""
     return _ring(problem, 128, 1, 1, 4 if problem.blocks <= 16 and problem.planned_tokens <= 8 else 2)
 
 
@@ -305,7 +305,7 @@ def tiles_read_early(problem: LinearProblem, gpu: GPU) -> LinearTiles:
 
 
 def tiles_in_splits(channels: int, plain_tiles: int) -> Callable[[LinearProblem, GPU], LinearTiles]:
-    """Programs share the channels of few rows; each has ``channels``. A tile of a plain weight counts as so many."""
+    """Splits of ``channels`` channels, for few rows. A row of a plain weight counts as ``plain_tiles`` rows."""
 
     def config(problem: LinearProblem, gpu: GPU) -> LinearTiles:
         limit, rows = problem.channels // channels, problem.rows + plain_tiles * problem.plain_rows

@@ -126,7 +126,7 @@ class LinearHopperTiles(NamedTuple):
 
     Attributes:
         rows, tokens: weight rows and tokens of a tile.
-        warpgroup_rows, warpgroup_tokens: of the part of a tile that a warpgroup multiplies; there are one or two.
+        warpgroup_rows, warpgroup_tokens: size of the part of a tile that each of one or two warpgroups multiplies.
         splits, plain_splits: split-K, the number of jobs that share the channels of a tile.
         stages: blocks of channels in flight.
         spare: further programs that fit on a multiprocessor, so that the next kernel can start early.

@@ -1,7 +1,7 @@
-"""Triton device code of `fetch_experts`: which experts are copied to which rows, and the copies from host memory.
+"""Triton device code of `fetch_experts`: chooses experts to copy and their rows, and copies from host memory.
 
-The number of copies is known on the device alone: the copying programs read it, and share the copies out among
-themselves. They read pinned host memory by its address, over the bus, and write rows of stacks in the GPU's memory.
+Only the device knows the number of copies: the copying programs read it and divide the copies among themselves.
+They read pinned host memory by its address, over the bus, and write rows of stacks in the GPU's memory.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def _tile_of(routing, tile, pairs, TILE: tl.constexpr, SLOTS: tl.constexpr):
     """(row of the stacks with its expert or -1, pairs ``[TILE]`` or -1) of a tile.
 
     With ``SLOTS``, there is a tile for each pair: if the earlier pairs of the pair's expert fill whole tiles, it holds
-    the next ``TILE`` pairs of that expert, else nothing. That needs no launch before, and suits few pairs.
+    the next ``TILE`` pairs of that expert, else nothing. This suits few pairs and needs no earlier grouping launch.
     """
     if SLOTS == 0:
         stack_row = tl.load(routing.tile_row + tile).to(tl.int32)

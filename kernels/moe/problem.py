@@ -117,12 +117,12 @@ class HopperExpertTiles:
 
     Attributes:
         sizes: numbers of routed rows that a tile is rounded up to, multiples of the first in rising order.
-        part: routed rows that are multiplied at once, at most.
-        stages: in flight, as far as shared memory suffices.
+        part: upper bound of routed rows per product.
+        stages: upper bound of stages in flight; shared memory may allow fewer.
         programs: per multiprocessor, 1 to 3.
-        warpgroups: that multiply, 1 to 3; three where there is one program.
-        overlap: two parts are multiplied at once, which takes registers.
-        channels: of a stage, 128 or 256; 256 with one part only, FP8 weights take 128.
+        warpgroups: number of warpgroups that multiply, 1 to 3; three only with one program per multiprocessor.
+        overlap: two parts are multiplied at the same time, which takes more registers.
+        channels: per stage, 128 or 256; 256 only for FP4 weights in one part.
     """
 
     sizes: tuple[int, ...]
@@ -192,7 +192,7 @@ class HopperProduct(NamedTuple):
 
 @dataclass(frozen=True)
 class ProductRows:
-    """Rows around a product kernel: pairs that are grouped for it (of one channel), or inputs that are converted."""
+    """Rows that are prepared for the kernel ``product``: inputs to convert, or pairs to group (``channels`` 1)."""
 
     product: str
     rows: int
@@ -201,7 +201,7 @@ class ProductRows:
 
 @dataclass(frozen=True)
 class ValuesProblem:
-    """Results that programs compute in blocks, each by itself."""
+    """Number of results of an elementwise kernel, whose programs compute a block each."""
 
     values: int
 

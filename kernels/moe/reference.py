@@ -115,7 +115,7 @@ def moe_experts(
     row_of = None if slots is None else slots.rows.tolist()
 
     def run(blocks: Sequence[Tensor], chosen: list[int], weight: Tensor) -> Tensor:
-        """Weighted outputs ``[R, D]`` of blocks of rows, each of which goes through one expert."""
+        """Weighted outputs ``[R, D]`` of blocks of rows; all rows of a block have the same expert."""
 
         def project(stack: ExpertStack, blocks: Sequence[Tensor]) -> Tensor:
             rows = chosen if row_of is None else [row_of[expert] for expert in chosen]

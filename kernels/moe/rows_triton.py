@@ -32,7 +32,7 @@ class PairRows(NamedTuple):
         pair: int32 ``[rows]``, the pair of each row; row: int32 ``[pairs]``, the row of each pair.
         weight: float32 ``[rows]``, the weight of each row's pair.
         tiles: int32 ``[3, capacity]``: the row of the stacks with the tile's expert, first row and rows of each tile.
-            Tiles of an expert are of one size, a multiple of the granule, but for the last; num_tiles: int32 ``[1]``.
+            All tiles of an expert but the last have the same size, a multiple of the granule. num_tiles: int32 ``[1]``.
     """
 
     pair: Any

@@ -35,7 +35,7 @@ def rms_norm_kernel(rows, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.c
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < CHANNELS
-    weight = tl.load(rows.weight + channel, mask=inside, other=0)  # no launch before this one writes it
+    weight = tl.load(rows.weight + channel, mask=inside, other=0)  # no earlier launch writes the weight
     pdl_begin(PDL)  # wait until the previous kernel has written x and the residual
     x = tl.load(rows.x + row * rows.x_stride + channel, mask=inside, other=0).to(tl.float32)
     if rows.residual is not None:
