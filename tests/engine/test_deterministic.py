@@ -198,7 +198,7 @@ WITHOUT = [(f, n, "batch_of_9") for f in ("v4", "v32") for n in NUMERICS]
 WITHOUT += [("v4", "exact", way) for way in WAYS if way not in ("batch_of_9", "chunks_of_7")]  # 7: too few rows
 
 
-@pytest.mark.parametrize(("family", "numerics", "way"), tiered(CASES, QUICK[1:2], gpu=ON_A_GPU))
+@pytest.mark.parametrize(("family", "numerics", "way"), tiered(CASES, QUICK[1:2], ON_A_GPU, QUICK))
 def test_a_rows_logits_follow_from_its_tokens(device, family, numerics, way):
     runner = runner_of(device, family, numerics)
     with recorded(runner) as rows:

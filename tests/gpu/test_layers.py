@@ -31,6 +31,7 @@ from tests.gpu.drive import (
 )
 from tests.support.oracle_layer import Tokens, V4LayerOracle
 from tests.support.report import Report
+from tests.support.tiers import exhaustive_on_cpu
 from tests.support.typed import required, untyped
 
 BACKENDS = ("flashmla", "triton", "mixed")
@@ -92,7 +93,7 @@ def test_layers(report, machine, backend, name, monkeypatch):
 # one thing wrong at a time: each must be found
 
 
-@pytest.mark.exhaustive
+@exhaustive_on_cpu
 def test_mistakes_are_found(device, monkeypatch):
     """The oracle with one mistake finds the same in a right layer: one key, one entry, or positions."""
 

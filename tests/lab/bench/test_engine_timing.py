@@ -30,10 +30,11 @@ from deepseek_attn.lab.training.text import sample_text
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
+from tests.support.tiers import exhaustive_on_cpu
 from tests.support.typed import of_type, untyped
 
 
-@pytest.mark.exhaustive
+@exhaustive_on_cpu
 @pytest.mark.parametrize(("preset", "layers"), [("tiny", 3), ("tiny_v32", 2)])
 def test_rows_of_an_engine(preset, layers, device):
     config = cut_config(ModelConfig.from_pretrained(preset), layers)
