@@ -17,25 +17,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
-from bench_humming import DEVICE, LARGEST_ERROR, HummingExperts, output_error
+from bench_humming import DEVICE, LARGEST_ERROR, HummingExperts, output_error, report_rows
 from compare_checkouts import replay_times
 from torch import Tensor
 
 from deepseek_attn import ModelConfig
-from deepseek_attn.cli.info import environment
 from deepseek_attn.cli.options import numbers
 from deepseek_attn.lab.bench.cases.moe import experts_case
 from deepseek_attn.lab.bench.timing import captured
-from deepseek_attn.utils.files import write_text
 
 SWIGLU = 3  # FlashInfer's ActivationType
 WIDEST_RANGE = 11  # exponents of an expert's scales that fit FP8 beside FP4 values
@@ -198,13 +194,7 @@ def main() -> None:
         parser.error("apache-tvm-ffi is not installed: pip install apache-tvm-ffi")
     torch.manual_seed(0)
     comparison = Comparison(args.model, args.module)
-    report = {"benchmark": "flashinfer", "rows": [], "environment": environment()}
-    for tokens in args.tokens:
-        report["rows"].append(comparison.point(tokens, args.rounds))
-        print(report["rows"][-1], file=sys.stderr)
-        if args.out:
-            write_text(args.out, json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    report_rows("flashinfer", (comparison.point(tokens, args.rounds) for tokens in args.tokens), args.out)
 
 
 if __name__ == "__main__":

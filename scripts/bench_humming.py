@@ -20,6 +20,7 @@ import importlib.util
 import json
 import statistics
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -205,6 +206,17 @@ def output_error(
     return round(float((outputs[some].float() - exact).norm() / exact.norm()), 5)
 
 
+def report_rows(benchmark: str, rows: Iterable[dict], out: Path | None, **facts: str) -> None:
+    """Prints each row as it is measured, and the JSON document of all; ``out`` keeps the rows that there are."""
+    report: dict = {"benchmark": benchmark, "rows": [], **facts, "environment": environment()}
+    for row in rows:
+        report["rows"].append(row)
+        print(row, file=sys.stderr)
+        if out:
+            write_text(out, json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n")[0],
@@ -213,26 +225,16 @@ def main() -> None:
     parser.add_argument("--model", choices=("v4_flash", "v4_pro"), default="v4_flash", help="preset")
     parser.add_argument("--tokens", type=numbers, default=[1, 8, 32, 128, 512, 4096], help="comma-separated")
     parser.add_argument("--rounds", type=int, default=21, help="replays of each graph; the median counts")
-    parser.add_argument("--out", type=Path, help="keep the JSON document here")
+    parser.add_argument("--out", type=Path, help="keep the JSON document here, after each number of tokens")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU: both sides' kernels are for NVIDIA GPUs")
     if importlib.util.find_spec("humming") is None:
         parser.error("Humming is not installed: pip install humming-kernels==0.1.19")
     torch.manual_seed(0)
-    comparison, points = Comparison(args.model), []
-    for tokens in args.tokens:
-        points.append(comparison.point(tokens, args.rounds))
-        print(points[-1], file=sys.stderr)
-    report = {
-        "benchmark": "humming",
-        "rows": [point._asdict() for point in points],
-        "humming": importlib.metadata.version("humming-kernels"),
-        "environment": environment(),
-    }
-    print(json.dumps(report))
-    if args.out:
-        write_text(args.out, json.dumps(report, indent=1) + "\n")
+    comparison = Comparison(args.model)
+    points = (comparison.point(tokens, args.rounds)._asdict() for tokens in args.tokens)
+    report_rows("humming", points, args.out, humming=importlib.metadata.version("humming-kernels"))
 
 
 if __name__ == "__main__":

@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
-import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
+from bench_humming import report_rows
 from compare_checkouts import replay_times
 from torch import Tensor
 
-from deepseek_attn.cli.info import environment
 from deepseek_attn.impls import flash_mla
 from deepseek_attn.kernels.attention import reference, sparse_attention
 from deepseek_attn.lab.bench.timing import captured
-from deepseek_attn.utils.files import write_text
 
 DEVICE, WIDTH, ROWS, CHECKED = torch.device("cuda"), 512, 16384, 16
 QUERIES, HEADS, KEYS = (512, 4096), (64, 128), (128, 512, 640, 2048)
@@ -97,15 +95,10 @@ def main() -> None:
     if importlib.util.find_spec("tvm_ffi") is None:
         parser.error("apache-tvm-ffi is not installed: pip install apache-tvm-ffi")
     fp8 = FP8Prefill(args.module)
-    report = {"benchmark": "prefill_fp8", "rows": [], "environment": environment()}
-    for heads in HEADS:
-        for queries in QUERIES:
-            for keys in KEYS:
-                report["rows"].append(point(fp8, queries, heads, keys, args.rounds))
-                print(report["rows"][-1], file=sys.stderr)
-                if args.out:
-                    write_text(args.out, json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    shapes = product(HEADS, QUERIES, KEYS)
+    report_rows(
+        "prefill_fp8", (point(fp8, queries, heads, keys, args.rounds) for heads, queries, keys in shapes), args.out
+    )
 
 
 if __name__ == "__main__":

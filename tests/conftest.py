@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.report import RESULTS, Case, Report
+from tests.support.tiers import ON_GPU
 
 if TYPE_CHECKING:  # the process that only hands out tests to others does not import torch
     import torch
@@ -51,7 +52,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     import torch
 
     value = int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "little")
-    if os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu") == "cpu":
+    if not ON_GPU:
         torch.default_generator.manual_seed(value)  # torch.manual_seed formats a stack trace for each kind of GPU
     else:
         torch.manual_seed(value)
@@ -89,7 +90,7 @@ def deselected(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU, deselects the tests that need one, so that a test that is skipped shows something missing."""
-    if os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu") == "cpu":
+    if not ON_GPU:
         config.hook.pytest_deselected(items=[item for item in items if deselected(item)])
         items[:] = [item for item in items if not deselected(item)]
 
@@ -155,7 +156,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node) -> None:
     """Tells a worker its GPU, if ``CUDA_VISIBLE_DEVICES`` lists several, and where the budget of its memory is kept."""
-    if os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu") != "cpu":
+    if ON_GPU:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         number = int(node.gateway.id.removeprefix("gw")) % len(gpus)
         node.workerinput["gpu"] = gpus[number] if len(gpus) > 1 else ""

@@ -167,8 +167,8 @@ def hopper_product(
     )
     weight_rows = stack_rows // groups if blocks == 1 else stack_rows
     programs = gpu.multiprocessors * tiles.programs
-    # A program takes a whole multiprocessor, and its jobs are fixed at launch. Without free multiprocessors beside
-    # the copying programs, some programs would start only when the copies end.
+    # A program takes a whole multiprocessor, and its jobs are fixed at launch: one that finds none beside the copying
+    # programs starts when the copies end. `COPIES` has more programs than are left free here: measured together.
     programs -= LEFT_TO_COPIES if gated and problem.beside_copies else 0
     return HopperProduct(tiling, weight_rows, weight_bytes, programs, registers)
 
