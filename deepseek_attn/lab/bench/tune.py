@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +26,12 @@ from deepseek_attn.lab.bench.timing import captured, time_calls
 from deepseek_attn.runner.ahead.compilation import default_workers
 from deepseek_attn.runner.model_runner import ModelRunner
 
+if TYPE_CHECKING:
+    from deepseek_attn.runner.ahead.recording import Variant
+
+Calls = Sequence[Callable[[], object]]
+RecordedRows = dict[Any, tuple[list[Consulted], list[tuple[Row, list["Variant"]]]]]
+"""By (table name, problem): the lookups of a stage, and the rival rows with the kernels that the stage launches."""
 FAMILIES = (
     "attention", "common", "engram", "hyper_connection", "indexer", "insert", "latent", "linear", "moe", "norm",
 )  # fmt: skip
@@ -115,83 +122,88 @@ def rivals(consulted: Consulted, gpu: GPU, nearest: int | None = None) -> list[R
 def time_tables(
     runner: ModelRunner,
     tables: Sequence[Table],
-    batch: int,
-    tokens: int,
-    context: int,
+    sizes: Iterable[tuple[int, int, int]],
     repeats: int = 20,
     nearest: int | None = None,
-    seen: set[Any] | None = None,
 ) -> Iterator[TableTiming]:
-    """Times the rows of ``tables`` that can serve the problems of a step of ``batch`` sequences.
+    """Times the rows of ``tables`` that can serve the problems of steps, each problem in the first step that has it.
+
+    The launches of all steps are recorded before the first is timed, so that their kernels compile in parallel.
 
     Args:
-        tokens: new tokens of each sequence; context: its length after the step.
+        sizes: of the steps: sequences, new tokens of each sequence, and its length after the step.
         nearest: as in `rivals`.
-        seen: problems to skip because they were timed before; the problems of this step are added.
 
     Raises:
         ValueError: sizes that the runner was not made for.
     """
+    here, seen, sizes = gpu(runner.device), set(), list(dict.fromkeys(sizes))
+    found: dict[Any, RecordedRows] = {}
+    for size in sizes:
+        with _stages(runner, *size) as stages:
+            found |= {(size, stage): recorded_rows(calls, tables, here, nearest, seen) for stage, calls in stages}
+    compile_missing(variants for recorded in found.values() for _, rows in recorded.values() for _, variants in rows)
+    for size in sizes:
+        with _stages(runner, *size) as stages:
+            for stage, calls in stages:
+                for (name, problem), (lookups, rows) in sorted(found[size, stage].items(), key=lambda item: item[0][0]):
+                    compiled = [row for row, variants in rows if all(variant.is_cached() for variant in variants)]
+                    if compiled:
+                        taken, *others = _time_rows(calls, lookups[0], compiled, repeats)
+                        fields, launches = _fields(problem), len(lookups)
+                        yield TableTiming(name, fields, stage, launches, *size, taken, tuple(others))
+
+
+@contextmanager
+def _stages(runner: ModelRunner, batch: int, tokens: int, context: int) -> Iterator[list[tuple[str, Calls]]]:
+    """The stages of a step of ``batch`` sequences, with the calls of each."""
     check_sizes(runner, batch, tokens, context)
-    seen = set() if seen is None else seen
     with reserved_sequences(runner, batch, tokens, context) as caches, runner.op_settings():
         metadata, last_rows = step_metadata(runner, caches, StepShape(batch, tokens, context))
-        for stage, calls in stage_calls(runner, metadata, last_rows).items():
-            wanted, others = compiled_rows(calls, tables, gpu(runner.device), nearest, seen)
-            for key, rows in sorted(others.items(), key=lambda pair: pair[0][0]):
-                if not rows:
-                    continue
-                consulted = next(one for one in wanted if (one.table.name, one.problem) == key)
-                count = sum((one.table.name, one.problem) == key for one in wanted)
-                timings = list(_time_rows(calls, consulted, rows, repeats))
-                yield TableTiming(
-                    key[0], _fields(consulted.problem), stage, count, batch, tokens, context, timings[0],
-                    tuple(timings[1:]),
-                )  # fmt: skip
+        yield list(stage_calls(runner, metadata, last_rows).items())
 
 
-def compiled_rows(
-    calls: Sequence[Callable[[], object]], tables: Sequence[Table], here: GPU, nearest: int | None, seen: set[Any]
-) -> tuple[list[Consulted], dict[Any, list[Row]]]:
-    """Records the lookups of ``calls`` in ``tables``, and compiles the rivals of each new problem.
-
-    All launches are recorded before any kernel is compiled, so that compilation runs in parallel.
+def recorded_rows(
+    calls: Calls, tables: Sequence[Table], here: GPU, nearest: int | None, seen: set[Any]
+) -> RecordedRows:
+    """Records the lookups of ``calls`` in ``tables``, and the launches with each rival of each new problem.
 
     Args:
-        seen: problems to skip; new problems are added.
-
-    Returns:
-        The lookups, and by (table name, problem) the rival rows whose kernels compile.
+        seen: problems to skip, by (table name, problem); new problems are added.
     """
-    from deepseek_attn.runner.ahead.pool import compile_variants  # imports triton
-    from deepseek_attn.runner.ahead.recording import recorded_launches
+    from deepseek_attn.runner.ahead.recording import recorded_launches  # imports triton
 
+    found: RecordedRows = {}
     with recorded_launches(here) as launches:
         with recorded_choices() as choices:
             for call in calls:
                 call()
-        wanted = [consulted for consulted in choices if consulted.table in tables]
-        problems = {(consulted.table.name, consulted.problem): consulted for consulted in wanted}
-        launched: dict[Any, list[tuple[Row, list]]] = {key: [] for key in problems if key not in seen}
-        seen.update(launched)
-        for key, found in launched.items():
-            for row in rivals(problems[key], here, nearest):
+        for one in choices:
+            key = one.table.name, one.problem
+            if one.table in tables and key not in seen:
+                found.setdefault(key, ([], []))[0].append(one)
+        taken = list(launches.latest)
+        for (table, problem), (lookups, rows) in found.items():
+            seen.add((table, problem))
+            for row in rivals(lookups[0], here, nearest):
                 launches.latest.clear()
-                with forced_row(problems[key].table, row, problems[key].problem):
+                with forced_row(lookups[0].table, row, problem):
                     for call in calls:
                         call()
-                found.append((row, list(launches.latest)))
-    missing = [variant for variant in launches.variants.values() if not variant.is_cached()]
+                rows.append((row, taken + list(launches.latest)))
+    return found
+
+
+def compile_missing(launched: Iterable[Sequence[Variant]]) -> None:
+    """Compiles the kernels that Triton's cache lacks, in parallel."""
+    from deepseek_attn.runner.ahead.pool import compile_variants
+
+    variants = {variant.key: variant for variants in launched for variant in variants}
+    missing = [variant for variant in variants.values() if not variant.is_cached()]
     compile_variants([missing], default_workers(), lambda **event: None)
-    return wanted, {
-        key: [row for row, variants in rows if all(variant.is_cached() for variant in variants)]
-        for key, rows in launched.items()
-    }
 
 
-def _time_rows(
-    calls: Sequence[Callable[[], object]], consulted: Consulted, rows: Sequence[Row], repeats: int
-) -> Iterator[RowTiming]:
+def _time_rows(calls: Calls, consulted: Consulted, rows: Sequence[Row], repeats: int) -> Iterator[RowTiming]:
     """Timings of the taken row, then of ``rows``. Replays alternate between rows: clock changes affect all alike."""
     table, problem, taken = consulted
     device = torch.device("cuda", torch.cuda.current_device())

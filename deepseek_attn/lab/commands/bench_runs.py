@@ -187,19 +187,13 @@ def run_tune(args: argparse.Namespace) -> None:
     sizes = [(batch, 1, context) for context, batch in product(args.context, args.batch)]
     sizes += [(1, tokens, max(tokens, context)) for context, tokens in product(args.context, args.prefill)]
     found: dict[str, list[dict]] = {table.name: [] for table in tables}
-    seen: set = set()
-    timings = (
-        (size, timing)
-        for size in dict.fromkeys(sizes)
-        for timing in time_tables(runner, tables, *size, args.repeats, args.nearest, seen)
-    )
-    for (batch, tokens, context), timing in timings:
+    for timing in time_tables(runner, tables, sizes, args.repeats, args.nearest):
         found[timing.table].append(timing.row())
         for row in (timing.taken, *timing.others):
             taken = ("loses" if timing.loses else "yes") if row is timing.taken else ""
             printed.add(
-                timing.table, row.kernel, row.when, batch, tokens, context, row.microseconds, taken,
-                row.microseconds / timing.taken.microseconds,
+                timing.table, row.kernel, row.when, timing.batch, timing.tokens, timing.context, row.microseconds,
+                taken, row.microseconds / timing.taken.microseconds,
             )  # fmt: skip
         if args.out is not None:  # rewritten after every problem, so that an interrupted run keeps its measurements
             write_text(args.out, json_lines(run | {name: rows for name, rows in found.items() if rows}))

@@ -72,11 +72,11 @@ def test_data_has_a_line_per_row():
     ]
 
 
-def test_taken_rows_and_rivals_are_compiled_together(monkeypatch):
-    """Problems of an earlier step are not compiled again; a rival that does not compile is left out."""
+def test_rows_are_recorded_once_and_compiled_together(monkeypatch):
+    """Problems of an earlier step are not recorded again, and no kernel is compiled twice."""
     pytest.importorskip("triton", reason="the package triton is not installed")
     from deepseek_attn.kernels.norm import rms_norm
-    from deepseek_attn.lab.bench.tune import compiled_rows
+    from deepseek_attn.lab.bench.tune import compile_missing, recorded_rows
     from deepseek_attn.runner.ahead import pool, recording
 
     x = torch.empty(3, 256, dtype=torch.bfloat16, device="meta")
@@ -84,10 +84,14 @@ def test_taken_rows_and_rivals_are_compiled_together(monkeypatch):
     tables, seen, compiled = tables_of("norm"), set(), []
     monkeypatch.setattr(pool, "compile_variants", lambda lists, workers, tell: compiled.extend(*lists))
     monkeypatch.setattr(recording.Variant, "is_cached", lambda variant: variant.key in [one.key for one in compiled])
-    for fresh in (True, False):
-        wanted, rows = compiled_rows([lambda: rms_norm(x, 1e-6, weight)], tables, HERE, None, seen)
-        assert [consulted.table for consulted in wanted] == tables
-        assert list(rows) == ([(tables[0].name, wanted[0].problem)] if fresh else [])
+    calls = [lambda: rms_norm(x, 1e-6, weight)] * 2
+    found, again = (recorded_rows(calls, tables, HERE, None, seen) for _ in range(2))
+    assert again == {}
+    (((name, _), (lookups, rows)),) = found.items()
+    assert ([one.table for one in lookups], name, rows) == ([tables[0]] * 2, tables[0].name, [])
+    with recording.recorded_launches(HERE) as launches:
+        calls[0]()
+    compile_missing([launches.latest, launches.latest])
     assert [variant.name for variant in compiled] == ["rms_norm_kernel"]
 
 
