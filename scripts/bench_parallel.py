@@ -82,8 +82,7 @@ class DeviceSource(PublishedSource):
         return torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def values(self, name: str, recipe: Recipe) -> torch.Tensor:
-        with self.device:
-            return DRAW[recipe.kind].values(recipe, self._generator(name), self.config)
+        return DRAW[recipe.kind].values(recipe, self._generator(name), self.config)
 
     def _make(self, name: str) -> StoredWeight:
         recipe = self._recipes[name]

@@ -35,7 +35,7 @@ class Draw(NamedTuple):
 
     Attributes:
         dtype: dtype in the header, where the tensor is not quantised.
-        values: draws the tensor, float32 unless it is a table of expert ids.
+        values: draws the tensor on the generator's device, float32 unless it is a table of expert ids.
     """
 
     dtype: str
@@ -44,23 +44,25 @@ class Draw(NamedTuple):
 
 def _normal(mean: float, std: float) -> Callable[[Recipe, torch.Generator, AnyConfig], torch.Tensor]:
     return lambda recipe, generator, config: (
-        torch.randn(recipe.shape, generator=generator, dtype=torch.float32, device="cpu").mul_(std).add_(mean)
+        torch.randn(recipe.shape, generator=generator, dtype=torch.float32, device=generator.device)
+        .mul_(std)
+        .add_(mean)
     )
 
 
 def _linear(recipe: Recipe, generator: torch.Generator, config: AnyConfig) -> torch.Tensor:
     std = max(0.02, recipe.shape[-1] ** -0.5) * recipe.gain
-    return torch.randn(recipe.shape, generator=generator, dtype=torch.float32, device="cpu").mul_(std)
+    return torch.randn(recipe.shape, generator=generator, dtype=torch.float32, device=generator.device).mul_(std)
 
 
 def _uniform(recipe: Recipe, generator: torch.Generator, config: AnyConfig) -> torch.Tensor:
-    return torch.rand(recipe.shape, generator=generator, dtype=torch.float32, device="cpu").add_(0.5)
+    return torch.rand(recipe.shape, generator=generator, dtype=torch.float32, device=generator.device).add_(0.5)
 
 
 def _expert_table(recipe: Recipe, generator: torch.Generator, config: AnyConfig) -> torch.Tensor:
     vocab, chosen = recipe.shape
     return (
-        torch.rand(vocab, config.n_routed_experts, generator=generator, dtype=torch.float32, device="cpu")
+        torch.rand(vocab, config.n_routed_experts, generator=generator, dtype=torch.float32, device=generator.device)
         .topk(chosen, dim=-1)
         .indices
     )

@@ -236,6 +236,11 @@ class StepMetadata:
             yield step
             step = None if step.trailing is None else step.trailing.step
 
+    def forget_results(self) -> None:
+        """Empties `results`, of trailing rows too: what layers then compute is as in the first run of the step."""
+        for step in list(self.parts()):
+            step.results = LayerResults()
+
     def missing_keys(self, window: int) -> Tensor:
         """Number of keys missing at the start of each token's window because they were not computed, int64 ``[T]``."""
         if self.window_starts is None:

@@ -488,3 +488,16 @@ def test_vectors_are_uploaded_together():
     assert all(other.dtype == torch.int32 for other in others)
     start = first.data_ptr()
     assert all((other.data_ptr() - start) % 16 == 0 for other in others if len(other))
+
+
+def test_forgotten_results_are_computed_anew(builder, batch):
+    step = builder.build(batch.step(builder))
+    counts = step.entry_counts(4, 3)
+    expected = [count.clone() for count in counts]
+    for count in counts:
+        count.fill_(-1)
+    assert step.entry_counts(4, 3) is counts
+    step.results.computed.add(2)
+    step.forget_results()
+    assert step.results.computed == set()
+    assert all(torch.equal(*pair) for pair in zip(step.entry_counts(4, 3), expected, strict=True))

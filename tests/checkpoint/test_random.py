@@ -7,6 +7,7 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource, random, read_float32
 from deepseek_attn.checkpoint.random import DRAWN_ROWS, RepeatingSource
+from deepseek_attn.checkpoint.recipes import DRAW, Recipe
 from deepseek_attn.config.model import ModelConfig
 from tests.checkpoint.fabricate import same_bits, tiny
 
@@ -161,3 +162,11 @@ def test_a_source_for_benchmarks_does_not_repeat_rows_of_a_table(monkeypatch):
     config = ModelConfig.from_preset("tiny_v41")
     for name in ("layers.1.engram.embed.weight", "layers.1.engram.embed.scale"):
         assert same_bits(RepeatingSource(config).read(name), RandomSource(config).read(name))
+
+
+@pytest.mark.parametrize("kind", DRAW)
+def test_tensors_are_drawn_on_the_device_of_the_generator(device, kind):
+    recipe = Recipe(kind, (3, 2), gain=2.0)
+    drawn = DRAW[kind].values(recipe, torch.Generator(device).manual_seed(7), tiny())
+    assert (drawn.device.type, drawn.shape) == (device.type, (3, 2))
+    assert torch.equal(drawn, DRAW[kind].values(recipe, torch.Generator(device).manual_seed(7), tiny()))

@@ -160,7 +160,9 @@ def _stages(runner: ModelRunner, batch: int, tokens: int, context: int) -> Itera
     check_sizes(runner, batch, tokens, context)
     with reserved_sequences(runner, batch, tokens, context) as caches, runner.op_settings():
         metadata, last_rows = step_metadata(runner, caches, StepShape(batch, tokens, context))
-        yield list(stage_calls(runner, metadata, last_rows).items())
+        stages = stage_calls(runner, metadata, last_rows).items()
+        # results that calls share are computed anew: those of recorded launches were never written
+        yield [(stage, [metadata.forget_results, *calls]) for stage, calls in stages]
 
 
 def recorded_rows(
