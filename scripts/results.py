@@ -537,16 +537,13 @@ def host_experts(data: Data) -> Subject:
         rows.append([point, *cells])
     steps = [(found[part]["uniform, batch 1"], found[part]["expert_bytes"]) for part, found in parts]
     rates = [row["copied"] * nbytes / row["bus_seconds"] / 1e9 for row, nbytes in steps]
-    turns = [row for row in small["programs"]["rows"] if row["copies"] == "beside" and row["programs"] == 32]
-    ratios = ", ".join(f"{row['of_bus']:.3f} (batch {row['batch']})" for row in turns)
     return Subject(
         "Experts in host memory",
         "V4-Flash on one H200: experts of three layers in pinned host memory stand for those of all 43, of which the "
         "GPU holds as many as fit, or as fit on a card of 80 GB; experts alone, and a whole model. The bus: copied "
         f'experts at cudaMemcpy\'s rate ({min(rates):.1f} to {max(rates):.1f} GB/s). "All there": the same step again. '
-        "Residents followed Zipf's law for 400 steps before the steps at 118, for at most 150 before the others. In "
-        "steps of the whole model 8 programs copied. There are 32 since, with which experts alone at 118 of 256 took, "
-        f"of the bus, {ratios}, uniform; steps of the whole model were not timed again.",
+        "Residents followed Zipf's law for 400 steps before the steps at 118, for at most 150 before the others. At "
+        "118 32 programs copy, in the others 8.",
         ["h200_host_experts.json", "h200_host_80gb.json", "h200_host_model.json"],
         "python scripts/bench_host_experts.py --parts copies,experts,model --cache-bytes BYTES --out FILE",
         rows,
@@ -565,7 +562,7 @@ def prompts(data: Data) -> Subject:
         "V4.1-Flash's 40 layers on an H200, which share one layer's random experts; error: of the last token's logits, "
         "relative. [Modes](v41.md#measure-it).",
         ["h200_prompts.json"],
-        "python scripts/bench_prompts.py --lengths 8192 131072",
+        "python scripts/bench_prompts.py --lengths 8192 32768 131072",
         rows,
     )
 
