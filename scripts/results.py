@@ -159,26 +159,24 @@ def whole_step(data: Data) -> Subject:
 
 
 def experts(data: Data) -> Subject:
-    h200 = [row for row in data("h200_experts.json")["rows"] if row["run"] == 12]
-    h100 = data("h100_experts.json")["humming"]
-    models = ("v4_flash", "v4_pro")
-    rows = [["tokens", *(f"{MODELS[m]}, {card}" for m in models for card in ("H200", "H100"))]]
+    h200, h100 = data("h200_flashinfer.json")["rows"], data("h100_experts.json")["humming"]
+    columns = ("H200, FlashInfer", "H200, Humming", "H100, Humming")
+    rows = [["tokens", *(f"{MODELS[model]}, {column}" for model in ("v4_flash", "v4_pro") for column in columns)]]
     for tokens in (1, 8, 32, 128, 512, 4096, 8192):
         cells = []
-        for model in models:
-            ours = find(h200, model=model, tokens=tokens, kernel="pairs")
-            theirs = find(h200, model=model, tokens=tokens, kernel="humming_fp8")
-            both = {"ours": ours["us"], "theirs": theirs["us"]} if ours and theirs else None
+        for model in ("v4_flash", "v4_pro"):
             point = {"model": model, "tokens": tokens}
-            other = find(h100["rows_since"], **point) or find(h100["rows"], **point)
-            cells += [beside(both, "ours", "theirs"), beside(other, "ours_us", "humming_us")]
+            here, there = find(h200, **point), find(h100["rows_since"], **point) or find(h100["rows"], **point)
+            cells += [beside(here, "ours_us", "flashinfer_us"), beside(here, "ours_us", "humming_us")]
+            cells += [beside(there, "ours_us", "humming_us")]
         rows.append([str(tokens), *cells])
     return Subject(
-        "Routed experts beside Humming",
+        "Routed experts beside FlashInfer and Humming",
         "FP4 experts with FP8 inputs: grouping, quantising, both products, SwiGLU and the sum; microseconds, ours / "
-        "humming-kernels 0.1.19 (ratio).",
-        ["h200_experts.json", "h100_experts.json"],
-        "python scripts/bench_humming.py --model v4_flash --tokens 1,8,32,128,512,4096,8192",
+        "theirs (ratio), on each GPU in one run. FlashInfer 0.7.2.post1: the fastest of a part of its kernels; "
+        "humming-kernels 0.1.19.",
+        ["h200_flashinfer.json", "h100_experts.json"],
+        "python scripts/bench_flashinfer.py --module fused_moe_90.so",
         rows,
     )
 
@@ -568,8 +566,8 @@ def prompts(data: Data) -> Subject:
 
 
 SUBJECTS: list[Callable[[Data], Subject]] = [
-    attention_decode, attention_prefill, whole_step, experts, between_sublayers, topk, index_scores, flash_mla,
-    prefill_fp8, v32_layers, v41_layers, prompts, ops, engine, drafts, features, ranks, memory, host_experts,
+    attention_decode, attention_prefill, whole_step, experts, between_sublayers, topk, index_scores,
+    flash_mla, prefill_fp8, v32_layers, v41_layers, prompts, ops, engine, drafts, features, ranks, memory, host_experts,
     cold_start, other_programs,
 ]  # fmt: skip
 
