@@ -26,14 +26,22 @@ each result, earlier versions and what was tried. An empty cell was not measured
 [floor](method.md#floors). A ratio below 1: this library is faster.
 """
 NO_COMMAND = "a program with both libraries in one process, which the data file describes"
-MODELS = {"flash": "V4-Flash", "pro": "V4-Pro", "v4_flash": "V4-Flash", "v4_pro": "V4-Pro", "v32": "V3.2"}
+MODELS = {"flash": "V4-Flash", "pro": "V4-Pro", "v4_flash": "V4-Flash", "v4_pro": "V4-Pro", "v32": "V3.2",
+          "v41_flash": "V4.1-Flash"}  # fmt: skip
 KINDS = {"swa": "SWA", "c4a": "C4A", "c128a": "C128A"}
 Row = dict[str, Any]
 
 
+def links(*names: str) -> str:
+    return ", ".join(f"[{name}](data/{name})" for name in names)
+
+
 @dataclass(frozen=True)
 class Subject:
-    """One table: its title, a description, its source and its cells; the first row is the header."""
+    """One table: its title, a description, its source and its cells; the first row is the header.
+
+    ``data`` is empty where the rows name their own files.
+    """
 
     title: str
     text: str
@@ -42,12 +50,12 @@ class Subject:
     table: list[list[str]]
 
     def page(self) -> str:
-        files = ", ".join(f"[{name}](data/{name})" for name in self.data)
         command = self.command if self.command == NO_COMMAND else f"`{self.command}`"
+        source = f" Data: {links(*self.data)}. Command: {command}." if self.data else ""
         header, *rows = self.table
         lines = [header, ["---"] * len(header), *rows]
         table = "\n".join("| " + " | ".join(row) + " |" for row in lines)
-        return f"## {self.title}\n\n{self.text} Data: {files}. Command: {command}.\n\n{table}\n"
+        return f"## {self.title}\n\n{self.text}{source}\n\n{table}\n"
 
 
 class Data:
@@ -79,6 +87,11 @@ def time(us: float | None) -> str:
     if us is None:
         return ""
     return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def times(found: list[Any]) -> str:
+    """Microseconds of several sizes, ``-`` where one was not measured; an empty cell if none was."""
+    return ", ".join(time(us) or "-" for us in found) if any(found) else ""
 
 
 def size(tokens: int) -> str:
@@ -134,23 +147,21 @@ def with_floor(row: Row | None) -> str:
 
 
 def step_name(row: Row) -> str:
-    return f"prefill {row['tokens']}" if row["tokens"] > 1 else f"decode, batch {row['batch']}"
+    return f"prefill {row['tokens']}" if row["tokens"] > 1 else f"B = {row['batch']}"
 
 
 def whole_step(data: Data) -> Subject:
     cards = {"H200": data("h200_model.json")["rows"], "H100": data("h100_model.json")["rows"]}
-    rows = [["", "GPU", *map(step_name, cards["H200"])]]
-    for card, measured in cards.items():
-        rows.append(["**whole step**", card, *(with_floor(row) for row in measured)])
-    for card, measured in cards.items():
-        rows.append(["tokens/s", card, *(f"{row['tokens_per_second']:,.0f}" for row in measured)])
-    for stage in [part["stage"] for part in cards["H200"][0]["stages"]]:
-        for card, measured in cards.items():
-            rows.append([stage, card, *(with_floor(find(row["stages"], stage=stage)) for row in measured)])
+    steps = [row for measured in cards.values() for row in measured]
+    rows = [["", *(f"{card}, {step_name(row)}" for card, measured in cards.items() for row in measured)]]
+    rows.append(["**whole step**", *map(with_floor, steps)])
+    rows.append(["tokens/s", *(f"{row['tokens_per_second']:,.0f}" for row in steps)])
+    for stage in [part["stage"] for part in steps[0]["stages"]]:
+        rows.append([stage, *(with_floor(find(row["stages"], stage=stage)) for row in steps)])
     return Subject(
         "A whole step",
-        "Eight layers of V4-Flash with all 256 experts, from token ids to logits, as a CUDA graph, context 8192, and "
-        "its stages timed alone, all blocks; microseconds (x floor).",
+        "Eight layers of V4-Flash with all 256 experts, from token ids to logits, decode of B requests at a context of "
+        "8192 as a CUDA graph, and its stages timed alone, all blocks; microseconds (x floor).",
         ["h200_model.json", "h100_model.json"],
         "deepseek-attn bench model --model v4_flash --layers 0,1,2,3,4,5,6,7 --graph --batch 1,8,32,128 --context 8192 "
         "--prefill 4096,8192",
@@ -181,73 +192,31 @@ def experts(data: Data) -> Subject:
     )
 
 
-def between_sublayers(data: Data) -> Subject:
-    narrow = data("h200_narrow_products.json")
-    h100 = data("h100_model.json")["hc_post_pre_us"]["rows"]
-    route = {"what": "moe_route", "name": "new", "weight": "torch.bfloat16"}
-    widths = {"v4_flash": 4096, "v4_pro": 7168}
-    names = [f"`hc_post_pre`, {MODELS[m]}, {card}" for m in widths for card in ("H200", "H100")]
-    rows = [["tokens", *names, *(f"`moe_route`, {MODELS[m]}, H200" for m in (*widths, "v32"))]]
-    for tokens in (1, 32, 128, 512, 1024, 4096, 8192):
-        us = []
-        for model, width in widths.items():
-            whole = find(narrow["rows_of_groups"], D=width, T=tokens, product=4096, collapse=4096)
-            row = whole or find(narrow["rows"], what="hc_post_pre", name="new", D=width, T=tokens)
-            us += [row and row["us"]]
-            row = find(h100, model=model, T=tokens)
-            us += [row and row["separate"]]
-        for model in (*widths, "v32"):
-            row = find(narrow["rows"], **route, model=model, T=tokens)
-            us += [row and row["us"]]
-        rows.append([str(tokens), *map(time, us)])
-    return Subject(
-        "Hyper-connections and routing",
-        "`hc_post_pre` updates the streams with one sublayer's output and collapses them for the next; `moe_route` has "
-        "a bfloat16 weight. Microseconds.",
-        ["h200_narrow_products.json", "h100_model.json"],
-        "deepseek-attn bench op --ops hc_post_pre,moe_route",
-        rows,
-    )
-
-
-def topk(data: Data) -> Subject:
-    h200 = [row for row in data("h200_topk.json")["rows"] if row.get("run") == 2 and row["kernel"] == "topk_kernel"]
-    h100 = data("h100_topk.json")["rows"]
-    points = [(1, 2048), (4096, 2048), (64, 32768), (256, 32768), (4096, 32768), (32, 131072), (1, 262144), (8, 262144)]
-    rows = [["rows x scores", "H200", "H100"]]
-    for tokens, width in points:
-        a = find(h200, T=tokens, W=width, k=512, scores="normal")
-        b = find(h100, T=tokens, W=width, k=512, kind="n")
-        rows.append(
-            [f"{tokens} x {width:,}", time(None if a is None else a["us"]), time(None if b is None else b["orig"])]
-        )
-    return Subject(
-        "Top-k",
-        "`topk_indices`, the best 512 of random scores, microseconds.",
-        ["h200_topk.json", "h100_topk.json"],
-        "deepseek-attn bench op --ops topk",
-        rows,
-    )
-
-
 def index_scores(data: Data) -> Subject:
     first = data("h200_index_scores.json")["rows"]
     few = [row for row in data("h200_few_scores.json")["rows"] if row["run"] == 5]
     names = [f"{what}, {keys} keys" for keys in ("FP8", "FP4") for what in ("scores", "scores and top-512")]
     rows = [["requests x queries", "entries", *(f"H200, {name}" for name in names)]]
-    for requests, queries, entries in ((1, 1, 262144), (8, 1, 262144), (32, 1, 32768), (128, 1, 32768), (16, 4, 32768),
-                                       (1, 512, 32768), (1, 4096, 32768), (1, 4096, 2048)):  # fmt: skip
-        us = []
+    for steps, entries in (
+        (((1, 1), (8, 1)), 262144),
+        (((32, 1), (128, 1), (16, 4)), 32768),
+        (((1, 512), (1, 4096)), 32768),
+        (((1, 4096),), 2048),
+    ):
+        cells = []
         for keys in ("fp8", "fp4"):
-            shape = f"{keys} {requests}x{queries} queries, {entries} entries"
-            scores, selected = (
-                find(first, op=op, version="after", shape=shape) for op in ("index_scores", "index_select")
-            )
-            point = {"keys": keys, "requests": requests, "queries": queries, "entries": entries}
-            newest = find(few, **point, variant="own") or find(few, **point, variant="base")
-            us += [newest["us"] if newest else scores and scores["microseconds"]]
-            us += [selected and selected["microseconds"]]
-        rows.append([f"{requests} x {queries}", f"{entries:,}", *map(time, us)])
+            scores, selections = [], []
+            for requests, queries in steps:
+                shape = f"{keys} {requests}x{queries} queries, {entries} entries"
+                score, selected = (
+                    find(first, op=op, version="after", shape=shape) for op in ("index_scores", "index_select")
+                )
+                point = {"keys": keys, "requests": requests, "queries": queries, "entries": entries}
+                newest = find(few, **point, variant="own") or find(few, **point, variant="base")
+                scores.append(newest["us"] if newest else score and score["microseconds"])
+                selections.append(selected and selected["microseconds"])
+            cells += [times(scores), times(selections)]
+        rows.append([", ".join(f"{requests} x {queries}" for requests, queries in steps), f"{entries:,}", *cells])
     return Subject(
         "Index scores",
         "`paged_index_scores` of 64 heads, and `index_select` before the kernel for few tokens; microseconds.",
@@ -268,98 +237,99 @@ def flash_mla(data: Data) -> Subject:
             both = row and {"a": row["triton"]["us"], "b": row["flashmla"]["us"]}
             cells.append(beside(both, "a", "b"))
         rows.append([name, str(heads), keys, *cells])
+    v32 = [row for row in data("h200_v32_ops.json")["rows"] if row["op"] == "sparse_attention"]
+    for heads in (128, 16):
+        cells = []
+        for batch in batches:
+            label = f"V3.2 H={heads} B={batch} tokens=1"
+            ours, theirs = (find(v32, label=label, implementation=name) for name in ("triton", "flashmla"))
+            both = {"a": ours["microseconds"], "b": theirs["microseconds"]} if ours and theirs else None
+            cells.append(beside(both, "a", "b"))
+        rows.append(["V3.2" if heads == 128 else "V3.2, 16 of 128 heads", str(heads), "2048", *cells])
     return Subject(
         "Decode attention beside FlashMLA",
-        "Attention over 584-byte records alone, microseconds, ours / FlashMLA (ratio).",
-        ["h200_attention_decode.json"],
+        "Attention over 584-byte records alone, of V3.2 over 656-byte records with the kernels before "
+        "`attend_v32_hopper`; microseconds, ours / FlashMLA (ratio).",
+        ["h200_attention_decode.json", "h200_v32_ops.json"],
         "deepseek-attn bench op --ops sparse_attention",
         rows,
     )
 
 
-def prefill_fp8(data: Data) -> Subject:
-    measured = data("h200_prefill_fp8.json")["rows"]
-    casts = [row["cast_queries_us"] for row in measured if row["queries"] == 4096]
-    names = [f"{queries} queries, {heads} heads" for heads in (64, 128) for queries in (512, 4096)]
-    rows = [["keys", *names, "error, FP8 / bfloat16"]]
-    for keys in (128, 512, 640, 2048):
-        places = [(heads, queries) for heads in (64, 128) for queries in (512, 4096)]
-        found = [row for h, q in places if (row := find(measured, heads=h, queries=q, keys=keys))]
-        cells = [
-            f"{r['sglang_fp8_us']:.0f} / {r['flash_mla_us']:.0f} ({1 / r['flash_mla_over_fp8']:.2f})" for r in found
-        ]
-        errors = f"{found[1]['sglang_fp8_error']:.1%} / {found[1]['flash_mla_error']:.1%}"
-        rows.append([str(keys), *cells, errors])
-    return Subject(
-        "Prefill attention in FP8",
-        "Not of this library: SGLang 0.5.23's `sparse_mla_q8kv8_prefill_sm90` beside FlashMLA in bfloat16, which "
-        "prefill takes here; kernels alone on an H200, microseconds (ratio). Casting 4096 queries to FP8 takes "
-        f"{min(casts):.0f} to {max(casts):.0f} more. Error against float32.",
-        ["h200_prefill_fp8.json"],
-        "python scripts/bench_prefill_fp8.py --module sparse_mla_q8kv8_prefill_sm90.so",
-        rows,
-    )
-
-
-def v32_layers(data: Data) -> Subject:
-    measured = data("h200_v32_layers.json")
-    rows = [["context", *(f"decode, B = {b}, us" for b in (1, 8, 32, 128)), "prefill 4096, ms", "prefill 8192, ms"]]
-    for context in (8192, 131072):
-        decode = [find(measured["decode"], context=context, batch=b) for b in (1, 8, 32, 128)]
-        prefill = [find(measured["prefill"], context=context, tokens=t) for t in (4096, 8192)]
-        cells = [f"{time(r['microseconds'])} ({r['over_floor']:.2f})" for r in decode if r]
-        cells += [f"{r['microseconds'] / 1000:.1f} ({r['over_floor']:.2f})" for r in prefill if r]
-        rows.append([size(context), *cells])
-    return Subject(
-        "DeepSeek-V3.2",
-        "One attention layer of 128 heads on an H200 (x floor); decode as a CUDA graph.",
-        ["h200_v32_layers.json"],
-        measured["commands"]["decode"],
-        rows,
-    )
-
-
-def v41_layers(data: Data) -> Subject:
-    measured = data("h200_v41.json")
-    points = [(b, c) for c in (8192, 65536) for b in (1, 8, 32)]
-    rows = [["layer", *(f"H200, B = {b}, {size(c)}" for b, c in points)]]
-    for layer, kind in dict.fromkeys((r["layer"], r["kind"]) for r in measured["serving"]):
-        found = [find(measured["serving"], layer=layer, kind=kind, batch=b, context=c) for b, c in points]
+def other_layers(data: Data) -> Subject:
+    """Layers of V3.2 and V4.1."""
+    v32, v41 = data("h200_v32_layers.json"), data("h200_v41.json")
+    batches = (1, 8, 32, 128)
+    points = [(length, batch) for length in ("8K", "long") for batch in batches]
+    prompts = [(length, tokens) for length in ("8K", "long") for tokens in (4096, 8192)]
+    names = [*(f"{length}, B = {batch}" for length, batch in points), *(f"{n}, prefill {t}" for n, t in prompts)]
+    rows = [["layer", "long", *names]]
+    decode = [find(v32["decode"], context=8192 if n == "8K" else 131072, batch=b) for n, b in points]
+    prefill = [find(v32["prefill"], context=8192 if n == "8K" else 131072, tokens=t) for n, t in prompts]
+    cells = [f"{time(r['microseconds'])} ({r['over_floor']:.1f})" if r else "" for r in decode + prefill]
+    rows.append(["V3.2", "128K", *cells])
+    for layer, kind in dict.fromkeys((r["layer"], r["kind"]) for r in v41["serving"]):
+        point = {"layer": layer, "kind": kind}
+        found = [find(v41["serving"], **point, context=8192 if n == "8K" else 65536, batch=b) for n, b in points]
         cells = [f"{time(r['microseconds'])} ({r['microseconds'] / r['floor_us']:.1f})" if r else "" for r in found]
-        rows.append([f"{kind} (`{layer}`)", *cells])
+        rows.append([f"V4.1-Flash, {kind} (`{layer}`)", "64K", *cells, *[""] * len(prompts)])
     return Subject(
-        "DeepSeek-V4.1",
-        "One attention layer of V4.1-Flash, decode, microseconds (x floor).",
-        ["h200_v41.json"],
-        measured["commands"]["serving"],
+        "Attention layers of V3.2 and V4.1",
+        "One attention layer on an H200, decode of B requests as a CUDA graph and prefill that ends at the context, "
+        "microseconds (x floor); V3.2 with 128 heads.",
+        ["h200_v32_layers.json", "h200_v41.json"],
+        "`; `".join((v32["commands"]["decode"], v41["commands"]["serving"])),
         rows,
     )
 
 
 def ops(data: Data) -> Subject:
-    measured = [row for part in data("h200_ops.json") for row in part["rows"] if row["implementation"] == "triton"]
-    rows = [["op", "size", "H200, us", "share of the copy"]]
-    names = (
-        "hc_post",
-        "hc_pre",
-        "query_norm_rope",
-        "gather",
-        "index_query",
-        "norm_rope_insert",
-        "compress",
-    )
-    for name in names:
-        rows_of = [row for row in measured if row["op"] == name]
-        if rows_of:
-            row = max(rows_of, key=lambda r: r["share"])
-            rows.append([f"`{name}`", row["label"], time(row["microseconds"]), f"{100 * row['share']:.0f} %"])
+    """Ops that are not in a table of their own: hyper-connections, routing, top-k, cache writes, V3.2's projections."""
+    rows = [["op", "sizes", "H200, us", "H100, us", "H200, share of a copy"]]
+    narrow, h100 = data("h200_narrow_products.json"), data("h100_model.json")["hc_post_pre_us"]["rows"]
+    widths = {"v4_flash": 4096, "v4_pro": 7168}
+    tokens = (1, 32, 128, 512, 4096, 8192)
+    sizes = ", ".join(map(str, tokens)) + " tokens"
+    for model, width in widths.items():
+        us, other = [], []
+        for count in tokens:
+            whole = find(narrow["rows_of_groups"], D=width, T=count, product=4096, collapse=4096)
+            row = whole or find(narrow["rows"], what="hc_post_pre", name="new", D=width, T=count)
+            us.append(row and row["us"])
+            row = find(h100, model=model, T=count)
+            other.append(row and row["separate"])
+        rows.append([f"`hc_post_pre`, {MODELS[model]}", sizes, times(us), times(other), ""])
+    route = {"what": "moe_route", "name": "new", "weight": "torch.bfloat16"}
+    for model in (*widths, "v32"):
+        found = [find(narrow["rows"], **route, model=model, T=count) for count in tokens]
+        rows.append([f"`moe_route`, {MODELS[model]}", sizes, times([row and row["us"] for row in found]), "", ""])
+    h200 = [row for row in data("h200_topk.json")["rows"] if row.get("run") == 2 and row["kernel"] == "topk_kernel"]
+    h100 = data("h100_topk.json")["rows"]
+    for width, counts in ((2048, (1, 4096)), (32768, (64, 256, 4096)), (131072, (32,)), (262144, (1, 8))):
+        ours = [find(h200, T=count, W=width, k=512, scores="normal") for count in counts]
+        theirs = [find(h100, T=count, W=width, k=512, kind="n") for count in counts]
+        cells = [times([row and row["us"] for row in ours]), times([row and row["orig"] for row in theirs])]
+        rows.append(["`topk_indices`", f"{', '.join(map(str, counts))} x {width:,}", *cells, ""])
+    v4 = [row for part in data("h200_ops.json") for row in part["rows"] if row["implementation"] == "triton"]
+    v32 = [row for row in data("h200_v32_ops.json")["rows"] if row["implementation"] == "triton"]
+    for measured, names in (
+        (v4, ("hc_post", "hc_pre", "query_norm_rope", "gather", "index_query", "norm_rope_insert", "compress")),
+        (v32, ("absorb_queries", "project_values", "insert_latents")),
+    ):
+        for name in names:
+            row = max((row for row in measured if row["op"] == name), key=lambda r: r["share"])
+            share = f"{100 * row['share']:.0f} %"
+            rows.append([f"`{name}`", row["label"].replace("v4_pro", "V4-Pro"), time(row["microseconds"]), "", share])
     return Subject(
-        "Ops that are bound by memory",
-        "The size with the largest share of the rate of a copy (4.28 TB/s).",
-        ["h200_ops.json"],
-        "deepseek-attn bench op --repeats 6 --ops linear,index,topk,compress,norm_rope,insert,hc_,gather,quer",
+        "Single ops",
+        "`hc_post_pre` updates the streams with one sublayer's output and collapses them for the next; `moe_route` has "
+        "a bfloat16 weight; `topk_indices` selects the best 512 of random scores. Of ops with a share of the rate of a "
+        "copy (4.28 TB/s), the size with the largest. T: tokens.",
+        ["h200_narrow_products.json", "h100_model.json", "h200_topk.json", "h100_topk.json", "h200_ops.json",
+         "h200_v32_ops.json"],
+        "deepseek-attn bench op --repeats 6 --ops hc_,moe_route,topk,linear,index,compress,insert,gather,quer",
         rows,
-    )
+    )  # fmt: skip
 
 
 def engine(data: Data) -> Subject:
@@ -423,24 +393,6 @@ def ranks(data: Data) -> Subject:
     )
 
 
-def memory(data: Data) -> Subject:
-    measured = data("h200_memory.json")
-    parts = ("weights", "caches", "buffers", "graphs", "step", "allocator", "context")
-    rows = [["limits", *parts, "driver, H200", "off"]]
-    for row in measured["rows"]:
-        limits = f"{row['max_model_len']}:{row['max_num_seqs']}:{row['max_num_batched_tokens']}"
-        cells = [f"{row['predicted'][p] / 1e6:.0f} / {row['measured'][p] / 1e6:.0f}" for p in parts]
-        a, b = row["predicted_driver"], row["driver"]
-        rows.append([limits, *cells, f"{a / 1e6:.0f} / {b / 1e6:.0f}", f"{100 * (a / b - 1):+.1f} %"])
-    return Subject(
-        "Memory that `plan` counts",
-        "MB, counted / measured; limits are `max_model_len:max_num_seqs:max_num_batched_tokens`.",
-        ["h200_memory.json"],
-        "deepseek-attn bench memory --model v4_flash --layers 6 --experts 64",
-        rows,
-    )
-
-
 def cold_start(data: Data) -> Subject:
     h100 = data("h100_cold_start.json")
     cards = {
@@ -449,12 +401,13 @@ def cold_start(data: Data) -> Subject:
         "H100, another": h100["another_machine"],
     }
     stages = ("model", "first token", "second token", "all kernels compiled")
-    rows = [["GPU", "model", "kernel cache", *stages]]
-    for card, measured in cards.items():
-        for model, cache in dict.fromkeys((row["model"], row["cache"]) for row in measured):
-            runs = [row["stages"] for row in measured if (row["model"], row["cache"]) == (model, cache)]
-            cells = [", ".join(f"{run[stage]:.1f}" for run in runs) for stage in stages]
-            rows.append([card, MODELS.get(model, str(model)), "empty" if cache == "ahead" else str(cache), *cells])
+    kinds = dict.fromkeys((row["model"], row["cache"]) for measured in cards.values() for row in measured)
+    rows = [["model", "kernel cache", *(f"{card}: {stage}" for card in cards for stage in stages)]]
+    for model, cache in kinds:
+        runs = [[row["stages"] for row in measured if (row["model"], row["cache"]) == (model, cache)]
+                for measured in cards.values()]  # fmt: skip
+        cells = [", ".join(f"{run[stage]:.1f}" for run in of_card) for of_card in runs for stage in stages]
+        rows.append([MODELS.get(model, str(model)), "empty" if cache == "ahead" else str(cache), *cells])
     return Subject(
         "Cold start",
         "Seconds from the start of the process, all runs; V4-Flash's shapes with 6 layers and 32 experts, and the "
@@ -468,10 +421,14 @@ def cold_start(data: Data) -> Subject:
 def other_programs(data: Data) -> Subject:
     """On a CPU, beside transformers and fastllm."""
     rows = [["beside", "threads", "prefill 1024, ms", "decode 64, ms"]]
-    for run in data("cpu_transformers.json"):
-        ours, theirs = run["seconds"]["deepseek-attn"], run["seconds"]["transformers"]
-        both = {p: {"a": ours[p], "b": theirs[p]} for p in ("prefill", "decode")}
-        rows.append(["transformers", str(run["threads"]), *(beside(both[p], "a", "b", 0.001, 0) for p in both)])
+    measured = data("cpu_transformers.json")
+    for threads in dict.fromkeys(run["threads"] for run in measured):
+        runs = [run["seconds"] for run in measured if run["threads"] == threads]
+        cells = [
+            "; ".join(beside({"a": r["deepseek-attn"][p], "b": r["transformers"][p]}, "a", "b", 0.001, 0) for r in runs)
+            for p in ("prefill", "decode")
+        ]
+        rows.append(["transformers, two runs", str(threads), *cells])
     run = data("cpu_fastllm.json")
     for one in (run, *run["pinned"]):
         steps = {"prefill": 1, "decode": run["decode"] - 1}  # decode: seconds a token
@@ -498,21 +455,21 @@ def other_programs(data: Data) -> Subject:
 def features(data: Data) -> Subject:
     measured = data("h200_engine_features.json")["rows"]
     cards = {"H200": data("h200_structured.json")["rows"], "CPU": data("cpu_structured.json")["rows"]}
-    rows = [["", "H200: tokens/s (ratio)", *(f"{card}: {what}, us" for card in cards for what in ("mask", "applying"))]]
-    for row in measured:
-        name = f"{row['logprobs']} log-probabilities" if row["logprobs"] else "JSON schema" if row["structured"] else ""
-        rows.append([name or "neither", f"{row['tokens_per_second']:.1f} ({row['speedup']:.2f})", *[""] * 4])
+    rows = [["structure", *(f"{card}: {what}, us" for card in cards for what in ("mask", "applying"))]]
+    rates = [f"{row['tokens_per_second']:.1f} ({row['speedup']:.2f})" for row in measured]
     for structure in (row["structure"] for row in cards["H200"]):
         cells = []
         for card in cards.values():
             row = find(card, structure=structure)
             spread = f"{time(row['microseconds'])} ({row['low']:.0f} to {row['high']:.0f})" if row else ""
             cells += [spread, time(row["apply_us"]) if row else ""]
-        rows.append([f"mask: {structure}", "", *cells])
+        rows.append([structure, *cells])
     return Subject(
         "Log-probabilities and structured output",
-        "One request of V4-Flash's 43 layers with 16 random experts each, as CUDA graphs. Masks are made on the host "
-        "(median, 10 to 90 %; the CPU: another machine and tokenizer), over 129,280 tokens, while the device computes.",
+        "One request of V4-Flash's 43 layers with 16 random experts each, as CUDA graphs on an H200, tokens/s (ratio): "
+        f"{rates[0]} with neither, {rates[1]} with 5 log-probabilities, {rates[2]} with a JSON schema. Masks are made "
+        "on the host (median, 10 to 90 %; the CPU: another machine and tokenizer), over 129,280 tokens, while the "
+        "device computes.",
         ["h200_engine_features.json", "h200_structured.json", "cpu_structured.json"],
         data("h200_engine_features.json")["command"],
         rows,
@@ -550,11 +507,19 @@ def host_experts(data: Data) -> Subject:
 
 def prompts(data: Data) -> Subject:
     measured = data("h200_prompts.json")
-    rows = [["rows of upper layers", "tokens", "s (of all rows)", "error", "equal tokens"]]
-    for row in measured["results"]:
-        rounding = f"; other chunks {row['rounding']:.1e}" if row["rounding"] else ""
-        cells = [f"{row['seconds']:.3f} ({row['of_full']:.3f})", f"{row['error']:.1e}{rounding}"]
-        rows.append([row["mode"], str(row["length"]), *cells, f"{row['equal_tokens']} of {measured['tokens']}"])
+    lengths = list(dict.fromkeys(row["length"] for row in measured["results"]))
+    names = [f"{n} tokens: {what}" for n in lengths for what in ("s (of all rows)", "error", "equal tokens")]
+    rows = [["rows of upper layers", *names]]
+    for mode in dict.fromkeys(row["mode"] for row in measured["results"]):
+        cells = []
+        for row in (find(measured["results"], mode=mode, length=length) for length in lengths):
+            if row is None:
+                cells += [""] * 3
+                continue
+            rounding = f"; other chunks {row['rounding']:.1e}" if row["rounding"] else ""
+            cells += [f"{row['seconds']:.3f} ({row['of_full']:.3f})", f"{row['error']:.1e}{rounding}"]
+            cells += [f"{row['equal_tokens']} of {measured['tokens']}"]
+        rows.append([mode, *cells])
     return Subject(
         "Prompts of DeepSeek-V4.1",
         "V4.1-Flash's 40 layers on an H200, which share one layer's random experts; error: of the last token's logits, "
@@ -565,10 +530,94 @@ def prompts(data: Data) -> Subject:
     )
 
 
+def checks(data: Data) -> Subject:
+    """Checks, soaks and comparisons of choices, a row each."""
+    rows = [["measurement", "result", "data"]]
+
+    def add(name: str, result: str, *files: str) -> None:
+        rows.append([name, result, links(*files)])
+
+    mla = data("h100_flash_mla_tests.json")
+    failed = f"{mla['wrong']} wrong, {mla['out of memory']} did not fit into their part of the memory"
+    add(
+        "FlashMLA's own tests, H100",
+        f"{mla['passed']:,} of {mla['cases']:,} passed, {failed}",
+        "h100_flash_mla_tests.json",
+    )
+    layers = data("h200_attention_check.json")["summary"]
+    many = f"{layers['cases']:,} checks, {len(layers['failed'])} above its limit, which the data file explains"
+    add("Attention layers beside float32, H200", many, "h200_attention_check.json")
+    two = data("h200_parallel.json")
+    parts = [
+        two[key][part]["error"] for key in ("check_float32", "check_data_parallel") for part in ("prompts", "steps")
+    ]
+    add(
+        "Two H200s beside one, float32, relative error",
+        "tensor parallel: prompts {:.1e}, steps {:.1e}; data-parallel attention: {:.1e}, {:.1e}".format(*parts),
+        "h200_parallel.json",
+    )
+    soaks = ("soak_v4.json", "soak_v32.json", "soak_v32_no_drafts.json", "soak_h200.json")
+    ends = []
+    for soak in map(data, soaks):
+        name = "a CPU" if soak["device"] == "x86_64" else "an H200"
+        ends.append(f"{soak['model']} on {name}: {soak['counts']['step']:,} steps, {soak['growth']['rss']:+.1%}")
+    add("Random requests, forks and failures: growth of the process's memory", "; ".join(ends), *soaks)
+    memory = data("h200_memory.json")["rows"]
+    off = ", ".join(f"{row['predicted_driver'] / row['driver'] - 1:+.1%}" for row in memory)
+    add("Memory that `plan` counts, beside the driver's peak, H200, three limits", off, "h200_memory.json")
+    pairs = [data("h200_checkouts.json"), data("h200_checkouts_plans.json")]
+    ratios = []
+    for pair in pairs:
+        over = [row["after_us"] / row["before_us"] for row in pair["rows"]]
+        name = f"{pair['after']} over {pair['before'][:7]}"
+        ratios.append(f"{name}: {statistics.geometric_mean(over):.3f}, worst {max(over):.3f}")
+    add(
+        "Versions side by side, decode layers, H200",
+        "; ".join(ratios),
+        "h200_checkouts.json",
+        "h200_checkouts_plans.json",
+    )
+    tables = ("h100_tune_v4_flash.json", "h100_tune_v32.json", "h200_tune_v41_flash.json")
+    fastest = []
+    for tune in map(data, tables):
+        over = [
+            row["taken"]["microseconds"] / min(other["microseconds"] for other in (row["taken"], *row["others"]))
+            for key, found in tune.items() if key != "environment" and isinstance(found, list) for row in found
+        ]  # fmt: skip
+        near = sum(ratio < 1.03 for ratio in over)
+        fastest.append(f"{MODELS[tune['model']]}: {near} of {len(over)}, worst {max(over):.2f}")
+    add("Rows of launch tables within 3 % of the fastest row", "; ".join(fastest), *tables)
+    exact = data("h200_deterministic.json")
+    rates = [exact[key][0]["tokens_per_second"] for key in ("deterministic", "default")]
+    many = f"{rates[0]:.0f} tokens/s, {rates[1]:.0f} without"
+    add("`deterministic=True`, 6 layers, one request, H200", many, "h200_deterministic.json")
+    sglang = [row for row in data("h200_prefill_fp8.json")["rows"] if "sglang_fp8_us" in row]
+    over = [1 / row["flash_mla_over_fp8"] for row in sglang]
+    wrong = [row["sglang_fp8_error"] for row in sglang]
+    many = f"{min(over):.2f} to {max(over):.2f} of FlashMLA's time, {min(wrong):.1%} to {max(wrong):.1%} from float32"
+    add("SGLang's FP8 prefill attention, H200 ([notebook](notebook.md))", many, "h200_prefill_fp8.json")
+    count = len(data("h200_experts.json")["rows"])
+    add("Experts beside Humming, versions and tiles, H200", f"{count} times", "h200_experts.json")
+    tried = ("h200_few_tokens.json", "h200_layer_choices.json", "h200_layer_linears.json", "h200_attend_heads.json",
+             "h200_wide_linears.json")  # fmt: skip
+    count = sum(len(data(name)["rows"]) for name in tried)
+    add("Other tiles and splits in decode layers", f"{count:,} times ([notebook](notebook.md))", *tried)
+    counters = data("h100_counters.json")["rows"]
+    add("Hardware counters of single launches, H100", f"{len(counters)} launches", "h100_counters.json")
+    alone = ("h200_layers_decode.json", "h200_layers_prefill.json")
+    count = sum(len(part["rows"]) for name in alone for part in data(name))
+    add("Attention layers alone, with launches and kernels", f"{count} points ([notebook](notebook.md))", *alone)
+    studies = ("h200_schedules.json", "h200_study_recall.json", "h200_study_rates.json", "h200_checkpoint_layers.json")
+    count = sum(len(data(name)["rows"]) for name in studies)
+    add("Costs and recall of compress-ratio schedules", f"{count} rows ([experiments](experiments.md))", *studies)
+    return Subject(
+        "Checks, soaks and choices", "One row for each; the data files have commands and details.", [], "", rows
+    )
+
+
 SUBJECTS: list[Callable[[Data], Subject]] = [
-    attention_decode, attention_prefill, whole_step, experts, between_sublayers, topk, index_scores,
-    flash_mla, prefill_fp8, v32_layers, v41_layers, prompts, ops, engine, drafts, features, ranks, memory, host_experts,
-    cold_start, other_programs,
+    attention_decode, attention_prefill, whole_step, experts, ops, index_scores, flash_mla, other_layers, prompts,
+    engine, drafts, features, ranks, host_experts, cold_start, other_programs, checks,
 ]  # fmt: skip
 
 
