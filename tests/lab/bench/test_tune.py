@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from deepseek_attn.cli import main
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import ANY, Row, Table, condition, recorded_choices
 from deepseek_attn.lab.bench.tune import FAMILIES, RowTiming, TableTiming, json_lines, rivals, tables_of
+from tests.support.typed import untyped
 
 HERE = GPU((9, 0), 132)
 
@@ -93,6 +96,36 @@ def test_rows_are_recorded_once_and_compiled_together(monkeypatch):
         calls[0]()
     compile_missing([launches.latest, launches.latest])
     assert [variant.name for variant in compiled] == ["rms_norm_kernel"]
+
+
+def test_a_problem_is_timed_in_the_first_step_that_has_it(monkeypatch):
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    from deepseek_attn.kernels.moe import swiglu
+    from deepseek_attn.lab.bench import tune
+    from deepseek_attn.runner.ahead import pool, recording
+
+    @contextmanager
+    def stages(runner, batch, tokens, context):
+        sizes, device = [batch * tokens, 4096], torch.device("meta")
+        rows = [torch.empty(n, 256, dtype=torch.bfloat16, device=device) for n in sizes]
+        yield [("experts", [lambda x=x: swiglu(x, x, 0.0) for x in rows])]
+
+    def timings(calls, consulted, rows, repeats):
+        yield from (RowTiming(row.kernel, "", row.when.name, row.source, 1.0) for row in (ROWS[0], *rows))
+
+    monkeypatch.setattr(tune, "_stages", stages)
+    monkeypatch.setattr(tune, "_time_rows", timings)
+    monkeypatch.setattr(tune, "gpu", lambda device: HERE)
+    compiled: list[recording.Variant] = []
+    monkeypatch.setattr(pool, "compile_variants", lambda lists, workers, tell: compiled.extend(*lists))
+    monkeypatch.setattr(recording.Variant, "is_cached", lambda variant: variant.key in [one.key for one in compiled])
+    runner = untyped(SimpleNamespace(device=torch.device("meta")))
+    found = list(tune.time_tables(runner, tables_of("moe"), [(1, 1, 512), (8, 1, 512), (1, 1, 512)]))
+    assert [(one.problem["values"], one.batch, one.launches) for one in found] == [
+        (256, 1, 1), (4096 * 256, 1, 1), (8 * 256, 8, 1),
+    ]  # fmt: skip
+    assert {len(one.others) for one in found} == {1}
+    assert {variant.name for variant in compiled} == {"swiglu_kernel"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
