@@ -79,16 +79,9 @@ def imports(tree: ast.AST) -> list[tuple[str, Name]]:
 
 @cache
 def imported(module: str) -> dict[str, Name]:
-    """`imports` of a module's top level."""
+    """`imports` of a module's top level, those for type checkers included."""
     body = ast.parse(file_of(module).read_text(encoding="utf-8")).body
-    return dict(imports(ast.Module([node for node in body if isinstance(node, ast.ImportFrom)], [])))
-
-
-def contract_modules(function: ast.FunctionDef) -> list[str]:
-    """The module of its family that computes an op on a GPU, if it is decorated with `contract`."""
-    calls = [node for node in function.decorator_list if isinstance(node, ast.Call)]
-    found = [call for call in calls if getattr(call.func, "id", "") == "contract"]
-    return [ast.literal_eval(call.args[0]) if call.args else "launch" for call in found]
+    return dict(imports(ast.Module([node for node in body if isinstance(node, ast.ImportFrom | ast.If)], [])))
 
 
 def used(at: Name) -> list[Name]:
@@ -99,15 +92,12 @@ def used(at: Name) -> list[Name]:
         return [other] if other else []
     known = imported(at.module) | {name: Name(at.module, name) for name in definitions(at.module)} | dict(imports(tree))
     found = [name for _, name in imports(tree)]
-    if isinstance(tree, ast.FunctionDef):
-        found += [Name(f"{at.module}.{module}", at.name) for module in contract_modules(tree)]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in known:
-            found.append(known[node.id])
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known:
-            module = known[node.value.id]
-            if not module.name:
-                found.append(Name(module.module, node.attr))
+    nodes = list(ast.walk(tree))
+    found += [known[node.id] for node in nodes if isinstance(node, ast.Name) and node.id in known]
+    modules = {name.module for name in found if not name.name}
+    for node in nodes:
+        if isinstance(node, ast.Attribute):  # perhaps of one of several modules between which an op chooses
+            found += [Name(module, node.attr) for module in modules if node.attr in definitions(module)]
     return [name for name in found if name.name]
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from deepseek_attn.kernels.attention.types import PagedKeys
-from deepseek_attn.kernels.common.dispatch import contract
+from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.common.records import CacheRecord
 
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.attention import launch, reference
+else:
+    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
-@contract()
+
 def sparse_attention(
     q: Tensor,
     kv: Tensor,
@@ -52,10 +57,10 @@ def sparse_attention(
         A row named twice counts twice. A NaN in a valid key reaches the output; rows that no valid index names have no
         effect, NaN included.
     """
-    ...
+    ops = launch if runs_triton(q) else reference
+    return ops.sparse_attention(q, kv, indices, scale, sink, lens, d_v, out, max_logits)
 
 
-@contract()
 def sparse_attention_paged(
     q: Tensor,
     keys: Sequence[PagedKeys],
@@ -82,10 +87,9 @@ def sparse_attention_paged(
         normalised: at most 23 times a norm weight.) The launch depends on shapes alone, so a captured CUDA graph
         serves any lengths.
     """
-    ...
+    return (launch if runs_triton(q) else reference).sparse_attention_paged(q, keys, scale, sink, d_v, out)
 
 
-@contract(tensor="q")
 def attend_raw_q(
     raw_q: RawQueries,
     keys: Sequence[PagedKeys],
@@ -121,7 +125,8 @@ def attend_raw_q(
         On a GPU the sum of squares of a head is added up in another order than by `query_norm_rope`, so that a query
         may differ from it in its last bit.
     """
-    ...
+    ops = launch if runs_triton(raw_q.q) else reference
+    return ops.attend_raw_q(raw_q, keys, scale, sink, groups, pow2_scales, q)
 
 
 def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None) -> Tensor:
@@ -139,12 +144,9 @@ def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None
     Raises:
         ValueError: fewer keys than queries, or shapes that disagree.
     """
-    from deepseek_attn.kernels.attention.reference import causal_attention as op
-
-    return op(q, kv, scale, d_v)
+    return reference.causal_attention(q, kv, scale, d_v)
 
 
-@contract()
 def dequantize_and_gather_k_cache(
     out: Tensor,
     record: CacheRecord,
@@ -171,3 +173,5 @@ def dequantize_and_gather_k_cache(
             on the host, also refuses lengths that exceed a request, the workspace or the block table; on a GPU, where
             nothing waits, rows that do not fit are not copied and entries beyond the block table become zeros.
     """
+    ops = launch if runs_triton(out) else reference
+    ops.dequantize_and_gather_k_cache(out, record, pool, seq_lens, gather_lens, block_table, block_size, offset)

@@ -14,27 +14,29 @@ A rank that waits longer than ``PeerBuffers.timeout_ms`` writes the number of a 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from deepseek_attn.kernels.collectives.types import PeerBuffers
+from deepseek_attn.kernels.common.dispatch import LazyModule
+
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.collectives import launch
+else:
+    launch = LazyModule(__name__, "launch")
 
 
 def all_reduce(x: Tensor, peers: PeerBuffers) -> Tensor:
     """Sum of ``x`` over all ranks, in float32 and rounded once: the same bits on every rank."""
-    from deepseek_attn.kernels.collectives.launch import all_reduce as op
-
-    return op(x, peers)
+    return launch.all_reduce(x, peers)
 
 
 def reduce_scatter(x: Tensor, peers: PeerBuffers) -> Tensor:
     """Rank r's ``[n, ...]`` of the sum of ``x [world * n, ...]`` over all ranks, in float32 and rounded once."""
-    from deepseek_attn.kernels.collectives.launch import reduce_scatter as op
-
-    return op(x, peers)
+    return launch.reduce_scatter(x, peers)
 
 
 def all_gather(x: Tensor, peers: PeerBuffers) -> Tensor:
     """``x [n, ...]`` of all ranks, concatenated: ``[world * n, ...]``. Any dtype."""
-    from deepseek_attn.kernels.collectives.launch import all_gather as op
-
-    return op(x, peers)
+    return launch.all_gather(x, peers)

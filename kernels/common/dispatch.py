@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -15,8 +16,6 @@ from deepseek_attn.kernels.common.device import compute_capability, on_gpu
 
 MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
 NO_TRITON = "the package triton is not installed: pip install triton"
-P = ParamSpec("P")
-T = TypeVar("T")
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 
 
@@ -25,35 +24,17 @@ def runs_triton(tensor: torch.Tensor) -> bool:
     return on_gpu(tensor) and not _reference_only.get() and (tensor.is_meta or _runs_on(tensor.device))
 
 
-def contract(
-    module: str = "launch", tensor: str = "", when: Callable[..., bool] | None = None
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator of an op in a family's ``__init__.py``: calls the function of its name that computes it here.
+class LazyModule:
+    """Stands for a module of a package until its first use, which imports it: `launch` imports Triton.
 
-    That function is in ``module`` of the family where Triton runs, else in its ``reference``. Either module is imported
-    by the first call that needs it.
-
-    Args:
-        tensor: attribute of the first argument whose device decides; by default the argument is the tensor itself.
-        when: decides instead, by the arguments of a call.
+    The import binds the module itself to the name that this object had in the package.
     """
 
-    def decorate(op: Callable[P, T]) -> Callable[P, T]:
-        first = op.__code__.co_varnames[0]
+    def __init__(self, package: str, name: str):
+        self._name = f"{package}.{name}"
 
-        @wraps(op)
-        def call(*args: P.args, **named: P.kwargs) -> T:
-            if when is None:
-                given: Any = args[0] if args else named[first]
-                in_triton = runs_triton(getattr(given, tensor) if tensor else given)
-            else:
-                in_triton = when(*args, **named)
-            home = importlib.import_module(f"{op.__module__}.{module if in_triton else 'reference'}")
-            return getattr(home, op.__name__)(*args, **named)
-
-        return call
-
-    return decorate
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
 
 
 @contextmanager

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import contract
-from deepseek_attn.kernels.engram import reference
+from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.engram.types import TableRows
+
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.engram import launch, reference
+else:
+    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
 
 def hash_rows(ngrams: Tensor, multipliers: Tensor, primes: Tensor) -> Tensor:
@@ -32,17 +38,15 @@ def hash_rows(ngrams: Tensor, multipliers: Tensor, primes: Tensor) -> Tensor:
     return reference.hash_rows(ngrams, multipliers, primes)
 
 
-@contract(tensor="values")
 def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
     """Values of looked-up rows ``[T, n, columns]``, concatenated by token: ``[T, n * columns]`` in ``dtype``.
 
     Raises:
         ValueError: values that are not float8_e4m3fn, or scales that do not fit them.
     """
-    ...
+    return (launch if runs_triton(rows.values) else reference).dequantize_rows(rows, dtype)
 
 
-@contract()
 def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
     """Adds a token's looked-up value to each of its residual streams, by a gate of the stream and its key.
 
@@ -63,4 +67,4 @@ def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor
 
     Source: DeepSeek-V4.1 ``inference/engram.py``.
     """
-    ...
+    return (launch if runs_triton(streams) else reference).gate_streams(streams, kv, q_weight, k_weight, eps)

@@ -5,13 +5,19 @@ All of it is float32, without TF32: the mixing weights go through 20 rounds of S
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import contract, runs_triton
+from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.hyper_connection.types import DelayedInput, HyperConnection, SublayerInput, SublayerOutput
 
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.hyper_connection import launch, reference
+else:
+    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
-@contract()
+
 def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:
     """Collapses the streams into a sublayer's input, and computes how `hc_post` mixes its output back in.
 
@@ -28,10 +34,9 @@ def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    ...
+    return (launch if runs_triton(streams) else reference).hc_pre(streams, hc)
 
 
-@contract(when=lambda streams, pre, hc: runs_triton(pre))
 def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
     """`hc_pre`, or `hc_post_pre` for a sublayer's output, with collapse weights from the previous sublayer (V4.1).
 
@@ -47,10 +52,9 @@ def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnectio
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    ...
+    return (launch if runs_triton(pre) else reference).hc_delayed(streams, pre, hc)
 
 
-@contract()
 def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
     """Sum of ``streams [T, m, D]`` weighted by float32 ``weights [T, m]``, then an RMSNorm if ``norm [D]`` is given.
 
@@ -60,10 +64,9 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    ...
+    return (launch if runs_triton(streams) else reference).hc_collapse(streams, weights, rms_eps, norm)
 
 
-@contract()
 def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:
     """`hc_post` of one sublayer and `hc_pre` of the next: the new streams and the next sublayer's input.
 
@@ -75,10 +78,9 @@ def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: Hype
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    ...
+    return (launch if runs_triton(y) else reference).hc_post_pre(y, streams, post, comb, hc)
 
 
-@contract()
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """New streams ``X'_k = post_k y + sum_j comb[j, k] X_j``: the sum runs over the first index of ``comb``.
 
@@ -92,10 +94,9 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    ...
+    return (launch if runs_triton(y) else reference).hc_post(y, streams, post, comb)
 
 
-@contract()
 def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     """Collapses the streams at the end of a model, as `hc_pre` does for a sublayer.
 
@@ -108,4 +109,4 @@ def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    ...
+    return (launch if runs_triton(streams) else reference).hc_head(streams, hc)

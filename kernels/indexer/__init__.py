@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import contract, runs_triton
+from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.indexer.types import (
     MAX_TRITON_TOPK,
@@ -17,13 +19,17 @@ from deepseek_attn.kernels.indexer.types import (
 )
 from deepseek_attn.kernels.latent.types import LatentQueries
 
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.indexer import launch, reference
+else:
+    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
+
 
 def _in_triton(rows: IndexQueryRows) -> bool:
     """Whether the Triton kernel takes these heads, where they are."""
     return runs_triton(rows.q) and rows.q.shape[1] == rows.weights.shape[1] * TRITON_HEAD_DIM
 
 
-@contract(when=_in_triton)
 def index_query(rows: IndexQueryRows) -> IndexQueries:
     """Applies RoPE and, if requested, the Hadamard matrix; quantises to the keys' format; folds scales into weights.
 
@@ -35,10 +41,9 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     Raises:
         ValueError: an unknown key format; in Triton also tensors that disagree. Triton serves heads of 128 channels.
     """
-    ...
+    return (launch if _in_triton(rows) else reference).index_query(rows)
 
 
-@contract(when=lambda raw_q, index: _in_triton(index))
 def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`query_norm_rope` of the layer's heads and `index_query` of the indexer's, for the same tokens, in one launch.
 
@@ -51,10 +56,9 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
     """
-    ...
+    return (launch if _in_triton(index) else reference).queries(raw_q, index)
 
 
-@contract(when=lambda queries, index: _in_triton(index))
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`absorb_queries` of a V3.2 layer and `index_query` of its indexer; for few tokens in one launch.
 
@@ -67,7 +71,7 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
     """
-    ...
+    return (launch if _in_triton(index) else reference).latent_queries(queries, index)
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -87,12 +91,9 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = tor
     Notes:
         One matrix product per block of rows and keys; scratch is about 16 MiB (`reference.GEMM_BYTES`).
     """
-    from deepseek_attn.kernels.indexer.reference import index_scores as op
-
-    return op(q, k, weights, dtype)
+    return reference.index_scores(q, k, weights, dtype)
 
 
-@contract(when=lambda queries, *_, **__: _scored_in_triton(queries))
 def paged_index_scores(
     queries: IndexQueries,
     keys: PagedIndexKeys,
@@ -116,10 +117,10 @@ def paged_index_scores(
     Raises:
         ValueError: tensors or a record that the kernels do not take.
     """
-    ...
+    ops = launch if _scored_in_triton(queries) else reference
+    return ops.paged_index_scores(queries, keys, num_visible, width, skip, out)
 
 
-@contract(when=lambda scores, lens, k, *_, **__: runs_triton(scores) and k <= MAX_TRITON_TOPK)
 def topk_indices(
     scores: Tensor,
     lens: Tensor,
@@ -148,7 +149,8 @@ def topk_indices(
         Ties: the smaller index. NaN counts as -inf; such columns are valid and fill a row only after every other valid
         column. A row depends on nothing but its own scores and length. Triton serves ``k`` up to `MAX_TRITON_TOPK`.
     """
-    ...
+    ops = launch if runs_triton(scores) and k <= MAX_TRITON_TOPK else reference
+    return ops.topk_indices(scores, lens, k, out, keys, out_slots)
 
 
 def index_select(
@@ -181,11 +183,8 @@ def index_select(
         `MAX_TRITON_TOPK` entries and candidate blocks; plain torch, for others, waits for lengths.
     """
     selected = max(k, 0 if candidates is None else candidates.kept.shape[1])
-    if _scored_in_triton(queries) and selected <= MAX_TRITON_TOPK:
-        from deepseek_attn.kernels.indexer.launch import index_select as op
-    else:
-        from deepseek_attn.kernels.indexer.reference import index_select as op
-    return op(queries, keys, num_visible, k, width, out, out_slots, candidates)
+    ops = launch if _scored_in_triton(queries) and selected <= MAX_TRITON_TOPK else reference
+    return ops.index_select(queries, keys, num_visible, k, width, out, out_slots, candidates)
 
 
 def _scored_in_triton(queries: IndexQueries) -> bool:

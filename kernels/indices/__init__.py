@@ -8,14 +8,19 @@ int64. Nothing waits for the device, and shapes do not depend on values: all of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import contract
+from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
 
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.indices import launch, reference
+else:
+    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
-@contract()
+
 def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: int, offset: int = 0) -> DecodeRows:
     """Positions of ``rows_per_request`` rows of each request, and which of them are padding.
 
@@ -24,20 +29,18 @@ def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: in
         ends: int64 ``[B]``; rows at or beyond them are padding.
         max_len: positions are at most ``max_len - 1``, for which there are tables and rotations.
     """
-    ...
+    return (launch if runs_triton(starts) else reference).decode_rows(starts, ends, rows_per_request, max_len, offset)
 
 
-@contract()
 def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> EntryCounts:
     """How many entries each token sees, ``(position + 1) // ratio``, and reads: at most ``topk``. 0 for padding.
 
     Args:
         positions: int64 ``[T]``; is_valid: bool ``[T]``.
     """
-    ...
+    return (launch if runs_triton(positions) else reference).entry_counts(positions, is_valid, ratio, topk)
 
 
-@contract()
 def step_indices(
     positions: Tensor,
     token_to_req: Tensor,
@@ -60,10 +63,10 @@ def step_indices(
     Raises:
         ValueError: shapes disagree, or a ratio below 1.
     """
-    ...
+    ops = launch if runs_triton(positions) else reference
+    return ops.step_indices(positions, token_to_req, is_valid, token_table, token_page, window, groups, decode_tokens)
 
 
-@contract()
 def compute_global_topk_indices_and_lens(
     topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, is_valid: Tensor | None
 ) -> IndexRows:
@@ -83,10 +86,10 @@ def compute_global_topk_indices_and_lens(
     Notes:
         Rows are not compacted: ``lens`` is a prefix length only if valid entries come first.
     """
-    ...
+    ops = launch if runs_triton(topk_indices) else reference
+    return ops.compute_global_topk_indices_and_lens(topk_indices, token_to_req, block_table, block_size, is_valid)
 
 
-@contract()
 def combine_topk_swa_indices(
     topk_indices: Tensor,
     query_start_loc: Tensor,
@@ -129,4 +132,7 @@ def combine_topk_swa_indices(
     Raises:
         ValueError: shapes disagree, or workspace indices would not fit in int32.
     """
-    ...
+    ops = launch if runs_triton(topk_indices) else reference
+    return ops.combine_topk_swa_indices(
+        topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, M, N, is_valid
+    )

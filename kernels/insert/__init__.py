@@ -7,10 +7,11 @@ layers, which cache every token, call ``insert_latents``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import contract, runs_triton
+from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
@@ -21,8 +22,12 @@ from deepseek_attn.kernels.insert.types import (
     TokenRows,
 )
 
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.insert import launch, reference
+else:
+    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
-@contract(tensor="qr")
+
 def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
     """`norm_rope_insert` of the tokens and `compress_and_insert` of all compressors: all cache writes of a layer.
 
@@ -32,10 +37,9 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
         compressors: the layer's own and its indexer's, or none (layers with the window only).
         batch: of the compressors; None without any.
     """
-    ...
+    return (launch if runs_triton(tokens.qr) else reference).insert_tokens(tokens, compressors, batch)
 
 
-@contract(tensor="qr")
 def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tensor:
     """All cache writes of a V3.2 layer: norms and RoPE of latent, rotary key and index key, in one launch on a GPU.
 
@@ -53,10 +57,9 @@ def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tens
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    ...
+    return (launch if runs_triton(tokens.qr) else reference).insert_latents(tokens, index)
 
 
-@contract(tensor="qr")
 def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
     """RMS norm of query latent and key, RoPE of the key, and its write into the cache.
 
@@ -72,10 +75,9 @@ def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    ...
+    return (launch if runs_triton(tokens.qr) else reference).norm_rope_insert(tokens)
 
 
-@contract(when=lambda compressors, batch: runs_triton(batch.positions))
 def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
     """Pools windows of tokens into one compressed entry each and stores it; stores the rows that open windows need.
 
@@ -92,9 +94,9 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
     """
+    (launch if runs_triton(batch.positions) else reference).compress_and_insert(compressors, batch)
 
 
-@contract(tensor="kv")
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     """`compress_and_insert` of one compressor up to the norm: entries that are neither rotated nor stored.
 
@@ -106,10 +108,9 @@ def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    ...
+    return (launch if runs_triton(part.kv) else reference).compress_latents(part, batch)
 
 
-@contract()
 def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
     """Rotates the last ``rope_dim`` channels of ``rows [T, d]`` at ``positions [T]`` and stores the rows.
 
@@ -121,9 +122,9 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
     Raises:
         ValueError: rows or a pool that do not fit the record.
     """
+    (launch if runs_triton(rows) else reference).rope_insert(rows, positions, cos_sin, cache)
 
 
-@contract(tensor="q")
 def query_norm_rope(raw_q: RawQueries) -> Tensor:
     """RMS norm of each head without weight, or none, RoPE of its last ``rope_dim`` channels, heads of zeros as padding.
 
@@ -134,4 +135,4 @@ def query_norm_rope(raw_q: RawQueries) -> Tensor:
         ValueError: ``num_heads`` does not divide the columns of ``q``, or exceeds ``padded_heads``; tensors that
             disagree or that the kernel does not support.
     """
-    ...
+    return (launch if runs_triton(raw_q.q) else reference).query_norm_rope(raw_q)

@@ -8,13 +8,19 @@ in registers, cuBLAS is handed a plain copy that lives as long as the call.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import contract
+from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.latent.types import LatentQueries, LatentWeight, ProjectedValues
 
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.latent import launch, reference
+else:
+    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
-@contract(tensor="q")
+
 def absorb_queries(queries: LatentQueries) -> Tensor:
     """Per head ``[q_nope W_UK, rope(q_pe)]``: queries for cached latents and rotary keys, and heads of zeros behind.
 
@@ -27,10 +33,9 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that disagree, or that the kernel does not support.
     """
-    ...
+    return (launch if runs_triton(queries.q) else reference).absorb_queries(queries)
 
 
-@contract()
 def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
     """Values of attended latents, head by head: ``out[t, h] = W_UV[h] latents[t, h]``, summed in float32.
 
@@ -44,13 +49,12 @@ def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that disagree.
     """
-    ...
+    return (launch if runs_triton(latents) else reference).project_values(latents, weight)
 
 
-@contract()
 def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales: bool = True) -> ProjectedValues:
     """`project_values`, and ``kernels.linear.quantize_input(values, pow2_scales)`` where that needs no further launch.
 
     That is on a GPU with few tokens, if ``v_head_dim`` is 128: a head is then one group of channels.
     """
-    ...
+    return (launch if runs_triton(latents) else reference).project_values_quantized(latents, weight, pow2_scales)

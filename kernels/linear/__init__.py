@@ -8,15 +8,21 @@ only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import contract, runs_triton
+from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.formats import FP8_GROUPS, Segment
+
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.linear import linear, reference
+else:
+    linear, reference = LazyModule(__name__, "linear"), LazyModule(__name__, "reference")
 
 
 def _in_triton(segment: Segment) -> bool:
@@ -58,13 +64,10 @@ def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRow
     """
     if not (fused := [segment for segment in segments if _in_triton(segment)]):
         return [_in_torch(x, segment, quantized) for segment in segments]
-    from deepseek_attn.kernels.linear.linear import multi_linear as op
-
-    computed = iter(op(x, fused, quantized))
+    computed = iter(linear.multi_linear(x, fused, quantized))
     return [next(computed) if _in_triton(segment) else _in_torch(x, segment, quantized) for segment in segments]
 
 
-@contract("linear")
 def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
     """Quantises the input of FP8 linears per token and 128 channels.
 
@@ -79,7 +82,7 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
     Raises:
         ValueError: K is not a multiple of 128, or x has another rank or dtype.
     """
-    ...
+    return (linear if runs_triton(x) else reference).quantize_input(x, pow2_scales)
 
 
 def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | None:
@@ -90,12 +93,9 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | N
     """
     if not segments or not all(_in_triton(segment) and segment.reads_fp8_once for segment in segments):
         return None
-    from deepseek_attn.kernels.linear.linear import empty_quantized as op
-
-    return op(x, segments)
+    return linear.empty_quantized(x, segments)
 
 
-@contract("linear", when=lambda o, segment, *_, **__: segment.scale is not None and _in_triton(segment))
 def grouped_linear(
     o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
 ) -> Tensor:
@@ -116,18 +116,18 @@ def grouped_linear(
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit; positions without cos_sin or the reverse.
     """
-    ...
+    ops = linear if segment.scale is not None and _in_triton(segment) else reference
+    return ops.grouped_linear(o, segment, groups, positions, cos_sin)
 
 
-@contract("linear", when=lambda o, segment, *_, **__: segment.scale is not None and _in_triton(segment))
 def grouped_linear_quantized(
     o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
 ) -> tuple[Tensor, QuantizedRows | None]:
     """`grouped_linear`, and ``quantize_input(output, pow2_scales)`` where that needs no further launch, else None."""
-    ...
+    ops = linear if segment.scale is not None and _in_triton(segment) else reference
+    return ops.grouped_linear_quantized(o, segment, groups, positions, cos_sin)
 
 
-@contract("linear", when=lambda o, weight, scale, dtype: _in_triton(Segment(weight, scale)))
 def grouped_linear_of_quantized(
     o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, QuantizedRows | None]:
@@ -138,15 +138,14 @@ def grouped_linear_of_quantized(
         weight, scale: FP8 ``[groups * N, K]``, as in `Segment`, of groups of 128.
         dtype: of the output.
     """
-    ...
+    ops = linear if _in_triton(Segment(weight, scale)) else reference
+    return ops.grouped_linear_of_quantized(o, weight, scale, dtype)
 
 
 def _in_torch(x: Tensor, segment: Segment, quantized: QuantizedRows | None) -> Tensor:
     weight, out_dtype = segment.weight, segment.out_dtype
     if segment.scale is None and (out_dtype is None or out_dtype == weight.dtype == x.dtype):
         return in_row_tiles(lambda rows: F.linear(rows, weight), x)
-    from deepseek_attn.kernels.linear.reference import multi_linear as op
-
     if batch_invariant():
-        return in_row_tiles(lambda rows: op(rows, [segment])[0], x)
-    return op(x, [segment], quantized)[0]
+        return in_row_tiles(lambda rows: reference.multi_linear(rows, [segment])[0], x)
+    return reference.multi_linear(x, [segment], quantized)[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import contract, runs_triton
+from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear import FP8_GROUPS
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED
@@ -19,8 +21,12 @@ from deepseek_attn.kernels.moe.types import (
     HostExperts,
 )
 
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.moe import launch, reference
+else:
+    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
-@contract()
+
 def moe_route(
     x: Tensor,
     weight: Tensor,
@@ -54,7 +60,8 @@ def moe_route(
     Raises:
         ValueError: on a GPU, shapes, dtypes or groups that do not fit. Token ids are not checked there.
     """
-    ...
+    ops = launch if runs_triton(x) else reference
+    return ops.moe_route(x, weight, topk, score, factor, normalize, bias, groups, hashed, own)
 
 
 def moe_experts(
@@ -104,14 +111,12 @@ def moe_experts(
         number of tokens is large enough for this to be faster. Such a sum may move an intermediate result to the next
         FP8 value: outputs differ from results of exact sums by 0.4 to 0.6 % of the norm (H200).
     """
-    if runs_triton(x) and input_format.group in FP8_GROUPS:
-        from deepseek_attn.kernels.moe.launch import moe_experts as op
-    else:
-        from deepseek_attn.kernels.moe.reference import moe_experts as op
-    return op(x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, num_routed, add_ready, slots)
+    ops = launch if runs_triton(x) and input_format.group in FP8_GROUPS else reference
+    return ops.moe_experts(
+        x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, num_routed, add_ready, slots
+    )
 
 
-@contract(tensor="row")
 def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None) -> ExpertSlots:
     """Copies the needed experts that the device lacks from host memory; returns the row of each expert.
 
@@ -137,15 +142,14 @@ def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream
     Raises:
         ValueError: experts that are not integers, or tensors of the cache that do not fit.
     """
-    ...
+    return (launch if runs_triton(cache.row) else reference).fetch_experts(cache, experts, stream)
 
 
-@contract(tensor="row")
 def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
     """Updates ``cache.uses`` as `fetch_experts` with these experts does, and nothing else."""
+    (launch if runs_triton(cache.row) else reference).count_expert_uses(cache, experts)
 
 
-@contract()
 def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """``silu(gate) * up`` in float32, rounded once to ``dtype``.
 
@@ -156,4 +160,4 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     Raises:
         ValueError: on a GPU, different shapes.
     """
-    ...
+    return (launch if runs_triton(gate) else reference).swiglu(gate, up, limit, dtype)

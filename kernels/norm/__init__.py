@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import contract
+from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.norm.types import NormedSum
 
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.norm import launch, reference
+else:
+    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
-@contract()
+
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dimension: in float32, rounded once to the dtype of ``x``.
 
@@ -19,10 +25,9 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     Raises:
         ValueError: a weight of another shape.
     """
-    ...
+    return (launch if runs_triton(x) else reference).rms_norm(x, eps, weight)
 
 
-@contract()
 def add_rms_norm(x: Tensor, residual: Tensor, eps: float, weight: Tensor) -> NormedSum:
     """RMS norm of ``x + residual``, and the sum: both in float32, each rounded once to the dtype of ``x``.
 
@@ -33,4 +38,4 @@ def add_rms_norm(x: Tensor, residual: Tensor, eps: float, weight: Tensor) -> Nor
     Raises:
         ValueError: shapes or dtypes that differ.
     """
-    ...
+    return (launch if runs_triton(x) else reference).add_rms_norm(x, residual, eps, weight)

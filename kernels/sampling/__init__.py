@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from deepseek_attn.kernels.common.dispatch import contract
+from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 
+if TYPE_CHECKING:
+    from deepseek_attn.kernels.sampling import launch, reference
+else:
+    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
-@contract()
+
 def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tensor, verify: bool) -> AcceptedDrafts:
     """The newest token of each request, which comes after its last row, or after its last right draft.
 
@@ -21,10 +27,9 @@ def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tenso
         starts, ends: int64 ``[B]``, positions of a request's rows; rows at or beyond ``ends`` are padding.
         verify: False: every row counts as right, padding left out.
     """
-    ...
+    return (launch if runs_triton(token_ids) else reference).accept_drafts(token_ids, chosen, starts, ends, verify)
 
 
-@contract()
 def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     """Argmax of each row of ``logits``.
 
@@ -38,4 +43,4 @@ def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     Raises:
         ValueError: on a GPU, logits of another dtype or rank, or an empty vocabulary.
     """
-    ...
+    return (launch if runs_triton(logits) else reference).greedy_tokens(logits, invalid_token)

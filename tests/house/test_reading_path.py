@@ -32,12 +32,6 @@ ROOT = Path(__file__).parents[2]
 LINES = 320  # of code
 
 
-def contract_code(frame: FrameType) -> CodeType:
-    """The code of the op that a frame computes; that of the contract, if the frame is its decorator's."""
-    op = frame.f_locals.get("op") if frame.f_code.co_filename.endswith("dispatch.py") else None
-    return frame.f_code if op is None else op.__code__
-
-
 def contract_of(code: CodeType) -> object:
     """The public function of the family that an op's code belongs to; where a reader stops."""
     family = Path(code.co_filename).relative_to(ROOT / "kernels").parts[0]
@@ -69,7 +63,6 @@ def functions_passed(call: Callable[[], object]) -> dict[str, int]:
         elif event == "call" and below:
             below += 1
         elif event == "call" and code.co_filename.startswith(str(ROOT / "kernels")):
-            code = contract_code(frame)
             found[contract_of(code)] = code
             below = 1
         elif event == "call" and code.co_filename.startswith((str(ROOT / "deepseek_attn"), str(ROOT / "models"))):
