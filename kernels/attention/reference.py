@@ -299,7 +299,9 @@ def softmax_block(
     factor = 1 / total if sink is None else torch.sigmoid(lse - sink.float())[:, :, None] / total
     out = torch.bmm(weights.to(dtype).float(), keys[:, :, :d_v]).mul_(factor)
     lonely = ~valid.any(2)
-    if lonely.device.type != "cpu" or lonely.any():
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack the module
+    # under vmap no branch can depend on values
+    if lonely.device.type != "cpu" or functorch.is_batchedtensor(lonely) or lonely.any():
         out, lse = out.masked_fill_(lonely[:, :, None], 0), lse.masked_fill_(lonely, float("inf"))
     return BlockResult(out, lse, peak.squeeze(2), weights, factor)
 

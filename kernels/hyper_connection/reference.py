@@ -110,7 +110,7 @@ def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_post`."""
     mixed = torch.bmm(comb.transpose(1, 2), streams.float())
-    return mixed.addcmul_(post.unsqueeze(-1), y.float().unsqueeze(1)).to(streams.dtype)
+    return torch.addcmul(mixed, post.unsqueeze(-1), y.float().unsqueeze(1)).to(streams.dtype)
 
 
 def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:

@@ -269,7 +269,7 @@ def _topk(scores: Tensor, lens: Tensor, k: int) -> Tensor:
     out = torch.empty(T, k, dtype=torch.int32, device=scores.device)
     if k > 0:
         for start, end in row_blocks(T, rows_per_block(32 * N)):
-            out[start:end] = _compact(_select(scores[start:end], lens[start:end], k), k)
+            out[start:end] = _compact(best_columns(scores[start:end], lens[start:end], k), k)
     return out
 
 
@@ -279,8 +279,8 @@ def _topk_of_one(scores: Tensor, k: int) -> Tensor | None:
     return chosen[:, 0] if len(chosen) == k else None
 
 
-def _select(scores: Tensor, lens: Tensor, k: int) -> Tensor:
-    """Bool ``[rows, N]`` mask of the selected columns, ``0 < k < N``."""
+def best_columns(scores: Tensor, lens: Tensor, k: int) -> Tensor:
+    """Bool ``[rows, N]``: the columns that `topk_indices` selects, ``0 < k < N``."""
     valid = torch.arange(scores.shape[1], device=scores.device) < lens[:, None]
     scores = scores.masked_fill(~valid | scores.isnan(), float("-inf"))
     threshold = scores.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)

@@ -22,7 +22,8 @@ from deepseek_attn.attention.compressor import Compressor
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.kernels.attention.reference import softmax_block
 from deepseek_attn.kernels.common.norm_rope import apply_rope, rms_norm
-from deepseek_attn.kernels.indexer import index_query, topk_indices
+from deepseek_attn.kernels.indexer import index_query
+from deepseek_attn.kernels.indexer.reference import best_columns
 from deepseek_attn.kernels.insert import query_norm_rope
 from deepseek_attn.kernels.insert.reference import pool_windows
 from deepseek_attn.layers.linear import Linear, multi_linear
@@ -287,10 +288,7 @@ def selected(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     if topk >= count:
         return visible
     lens = visible.sum(-1).expand(batch, length).flatten()
-    chosen = topk_indices(scores.detach().flatten(0, 1), lens, topk).long()
-    marks = torch.zeros(batch * length, count + 1, dtype=torch.bool, device=scores.device)
-    marks.scatter_(1, torch.where(chosen < 0, count, chosen), True)
-    return marks[:, :count].view(batch, length, count)
+    return best_columns(scores.detach().flatten(0, 1), lens, topk).view(batch, length, count)
 
 
 def index_loss(scores: Tensor, mass: Tensor, readable: Tensor) -> Tensor:

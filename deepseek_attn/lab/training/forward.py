@@ -125,14 +125,20 @@ class DenseModel(nn.Module):
                 module.product_dtype = dtype
 
     def forward(
-        self, token_ids: torch.Tensor, select: bool = True, observer: Callable[[Reading], None] | None = None
+        self,
+        token_ids: torch.Tensor,
+        select: bool = True,
+        observer: Callable[[Reading], None] | None = None,
+        seed: torch.Tensor | None = None,
     ) -> Dense:
         """``token_ids`` int64 ``[B, S]``.
 
         Args:
             select: read the entries that are selected; otherwise all of them.
             observer: see `WholeSequences`.
+            seed: int64, takes the place of the model's own.
         """
+        number = self.seed if seed is None else seed
         size, length = token_ids.shape
         step = WholeSequences(
             size,
@@ -140,7 +146,7 @@ class DenseModel(nn.Module):
             token_ids.device,
             select=self.selection if select else "all",
             trains_index=self.selection == "learned",
-            noise=mix_bits(mix_bits(token_ids + self.seed * 7919).cumsum(1)) if self.selection == "random" else None,
+            noise=mix_bits(mix_bits(token_ids + number * 7919).cumsum(1)) if self.selection == "random" else None,
             observer=observer,
             ngrams=ngrams_of(self.model.config, token_ids),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,9 +19,10 @@ from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.lab.training.drafts import DraftModel, count_accepted, draft_losses
 from deepseek_attn.lab.training.forward import DenseModel
 from deepseek_attn.lab.training.save import TrainedSource
+from deepseek_attn.lab.training.seeds import SeedsStep
 from deepseek_attn.lab.training.state import Steps, TrainingState
 from deepseek_attn.lab.training.step import BackboneStep, MtpStep, TrainingStep
-from deepseek_attn.lab.training.task import Task, generator_of
+from deepseek_attn.lab.training.task import Batch, Task, generator_of
 from deepseek_attn.lab.training.weights import FreshSource, build_model
 from deepseek_attn.models.block import Backbone
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -211,20 +212,17 @@ def train_stepwise(
     if config.mtp_layers:
         check_mtp(drafter, seq_len)
         budget_s = budget_s * steps / (steps + drafter.steps) if budget_s else None
-    device = pick_device(device)
-    model = build_model(config, FreshSource(config, seed), device, max_positions=config.max_position_embeddings)
-    for layer, window in (windows or {}).items():
-        model.layers[str(layer)].attn.window_size = window
-    dense = DenseModel(model, torch.bfloat16 if device.type == "cuda" else torch.float32, selection, seed)
+    dense = fresh_model(config, seed, pick_device(device), selection, windows)
+    model = dense.model
     step = BackboneStep(dense, batch, seq_len, weight_decay)
 
     def run(done: int, share: float, rate: float) -> torch.Tensor:
         step.set_stage(served=share >= dense_share)
-        difficulty = min(1.0, share / curriculum) if curriculum else 1.0
-        drawn = task.batch(batch, seq_len, generator_of(seed, done), difficulty=max(difficulty, 1e-3))
-        return step.run(drawn, rate)
+        hardness = difficulty(share, curriculum)
+        return step.run(task.batch(batch, seq_len, generator_of(seed, done), difficulty=hardness), rate)
 
     trained = yield from run_steps(run, steps, lr, budget_s, progress, kept(state, "backbone", step), stop)
+    losses = [(number, loss) for number, loss, *_ in trained.losses]
     drafts = None
     if config.mtp_layers:
         later = None if progress is None else lambda done, loss: progress(trained.done + done, loss)
@@ -235,7 +233,69 @@ def train_stepwise(
     if test_batches:
         metrics = evaluate(dense, config, task, test_batches, batch, seq_len, depth=drafter.depth)
     speed = trained.done * batch * seq_len / trained.seconds
-    return TrainResult(config, model, trained.losses, metrics, trained.done, trained.seconds, speed, drafts, dense)
+    return TrainResult(config, model, losses, metrics, trained.done, trained.seconds, speed, drafts, dense)
+
+
+def fresh_model(
+    config: TrainableConfig, seed: int, device: torch.device, selection: str, windows: Mapping[int, int] | None
+) -> DenseModel:
+    """An untrained model; the arguments are those of `train_stepwise`."""
+    model = build_model(config, FreshSource(config, seed), device, max_positions=config.max_position_embeddings)
+    for layer, window in (windows or {}).items():
+        model.layers[str(layer)].attn.window_size = window
+    return DenseModel(model, torch.bfloat16 if device.type == "cuda" else torch.float32, selection, seed)
+
+
+def difficulty(share: float, curriculum: float) -> float:
+    """`Task.batch`'s difficulty after ``share`` of a training; see ``curriculum`` of `train`."""
+    return max(min(1.0, share / curriculum), 1e-3) if curriculum else 1.0
+
+
+def train_seeds_stepwise(
+    config: TrainableConfig,
+    task: Task,
+    *,
+    steps: int,
+    batch: int,
+    seq_len: int,
+    seeds: Sequence[int],
+    device: torch.device | str | None,
+    lr: float,
+    weight_decay: float = 0.1,
+    dense_share: float = DENSE_SHARE,
+    progress: Callable[[int, float], None] | None = None,
+    state: TrainingState | None = None,
+    selection: str = "learned",
+    curriculum: float = 0.0,
+    stop: Callable[[], bool] | None = None,
+    windows: Mapping[int, int] | None = None,
+) -> Generator[None, None, list[TrainResult]]:
+    """`train_stepwise` of a model without an MTP layer for several ``seeds`` together, see `SeedsStep`.
+
+    Each seed's weights and batches are those that it has alone; sums are rounded otherwise, so that its result depends
+    on the seeds beside it. Returns the results in the order of ``seeds``; they are not evaluated.
+    """
+    check(config, task, steps, batch, seq_len, dense_share)
+    check_rates(lr, weight_decay, None)
+    if config.mtp_layers:
+        raise ValueError("seeds are trained together without an MTP layer: set num_nextn_predict_layers to 0")
+    members = [fresh_model(config, seed, pick_device(device), selection, windows) for seed in seeds]
+    step = SeedsStep(members, batch, seq_len, weight_decay)
+
+    def run(done: int, share: float, rate: float) -> torch.Tensor:
+        step.set_stage(served=share >= dense_share)
+        hardness = difficulty(share, curriculum)
+        drawn = [task.batch(batch, seq_len, generator_of(seed, done), difficulty=hardness) for seed in seeds]
+        return step.run(Batch(*(torch.stack(parts) for parts in zip(*drawn, strict=True))), rate)
+
+    trained = yield from run_steps(run, steps, lr, None, progress, kept(state, "backbone", step), stop)
+    step.write_models()
+    speed = trained.done * batch * seq_len * len(seeds) / trained.seconds
+    return [
+        TrainResult(config, member.model, [(row[0], row[1 + number]) for row in trained.losses], {}, trained.done,
+                    trained.seconds, speed, None, member)
+        for number, member in enumerate(members)
+    ]  # fmt: skip
 
 
 def train_mtp(
@@ -335,11 +395,13 @@ def run_steps(
         loss = run(done, share, lr * min(1.0, (share + 1 / steps) / WARMUP) * (1.0 - share))
         done += 1
         if done % REPORT_EVERY == 0 or done == steps:
-            losses.append((done, float(loss)))
-            if not math.isfinite(losses[-1][1]):
-                raise ValueError(f"the loss is {losses[-1][1]} after {done} steps: lower the learning rate")
+            values = loss.flatten().tolist()
+            losses.append((done, *values))
+            for value in values:
+                if not math.isfinite(value):
+                    raise ValueError(f"the loss is {value} after {done} steps: lower the learning rate")
             if progress is not None:
-                progress(*losses[-1])
+                progress(done, sum(values) / len(values))
         share = max(done / steps, seconds() / budget_s if budget_s else 0.0)
         ended, stopped = share >= 1.0, stop is not None and stop()
         if kept.save is not None:

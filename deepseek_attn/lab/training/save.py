@@ -31,18 +31,21 @@ class TrainedSource(PublishedSource):
         values = self.model.get_parameter(parameter).detach()
         return (values if expert is None else values[expert]).cpu()
 
-    def rounded_parameters(self, backbone: bool = True, mtp: bool = True) -> dict[str, torch.Tensor]:
+    def rounded_parameters(
+        self, backbone: bool = True, mtp: bool = True, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
         """Parameters as a runner would load them, by name; gradients reach the model's own.
 
         Args:
             backbone, mtp: with those of the backbone, with those of the MTP layer.
+            weights: parameters by name that take the place of the model's own.
         """
         result = {}
         for name in self._recipes:
             if not (mtp if name.startswith(MTP) else backbone):
                 continue
             parameter, expert = parameter_name(name)
-            values = self.model.get_parameter(parameter)
+            values = self.model.get_parameter(parameter) if weights is None else weights[parameter]
             if not expert and values.is_floating_point():
                 form = ROWS if self._recipes[name].kind == ROWS else self.stored_as(name)
                 result[parameter] = rounded(values, form, self.config.FP8_GROUP)

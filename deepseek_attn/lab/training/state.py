@@ -29,12 +29,13 @@ class Steps:
     """The record of some optimizer steps.
 
     Attributes:
-        losses: (step, loss of that step's batch), every 20 steps and at the end.
+        losses: (step, loss of that step's batch), every 20 steps and at the end; the loss of each seed, where several
+            are trained together.
         seconds: without initialisation and evaluation.
     """
 
     done: int
-    losses: list[tuple[int, float]]
+    losses: list[tuple[int, *tuple[float, ...]]]
     seconds: float
 
 
@@ -83,7 +84,7 @@ class TrainingState:
         if f"{own}progress" not in self._tensors:
             return Steps(0, [], 0.0)
         model = {n.removeprefix("model."): t for n, t in self._tensors.items() if n.startswith("model.")}
-        step.source.model.load_state_dict(model)
+        step.load(model)
         optimizer = step.optimizer.state_dict()
         for name, tensor in self._tensors.items():
             if name.startswith(f"{own}optimizer."):
@@ -91,7 +92,7 @@ class TrainingState:
                 optimizer["state"].setdefault(int(number), {})[key] = tensor
         step.optimizer.load_state_dict(optimizer)
         done, seconds = self._tensors[f"{own}progress"].tolist()
-        losses = [(int(number), loss) for number, loss in self._tensors[f"{own}losses"].tolist()]
+        losses = [(int(number), *loss) for number, *loss in self._tensors[f"{own}losses"].tolist()]
         return Steps(int(done), losses, seconds)
 
     def save(self, stage: str, step: TrainingStep, steps: Steps, *, last: bool, now: bool = False) -> None:
@@ -104,12 +105,12 @@ class TrainingState:
             return
         own = f"{stage}."
         tensors = {n: t for n, t in self._tensors.items() if not n.startswith(("model.", own))}
-        tensors |= {f"model.{name}": value for name, value in step.source.model.state_dict().items()}
+        tensors |= {f"model.{name}": value for name, value in step.tensors().items()}
         for number, values in ({} if last else step.optimizer.state_dict()["state"]).items():
             tensors |= {f"{own}optimizer.{number}.{key}": value for key, value in values.items()}
         tensors |= {
             f"{own}progress": torch.tensor([steps.done, steps.seconds], dtype=torch.float64, device="cpu"),
-            f"{own}losses": torch.tensor(steps.losses, dtype=torch.float64, device="cpu").view(-1, 2),
+            f"{own}losses": torch.tensor(steps.losses, dtype=torch.float64, device="cpu"),
         }
         self._tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -183,7 +183,10 @@ class Metrics(TypedDict):
 
 
 class TrainedResult(TypedDict):
-    """Kind ``train``: ``losses`` of the training as [step, loss], ``metrics`` on held-out data."""
+    """Kind ``train``: ``losses`` of the training as [step, loss], ``metrics`` on held-out data.
+
+    ``together``: the seeds that were trained as one model, where there are several.
+    """
 
     metrics: Metrics
     steps: int
@@ -197,6 +200,7 @@ class TrainedResult(TypedDict):
     layers: list[RecallRow]
     train_seconds: float
     tokens_per_second: float
+    together: NotRequired[list[int]]
     lm_eval: NotRequired[dict[str, float]]
 
 

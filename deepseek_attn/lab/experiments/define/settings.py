@@ -114,6 +114,8 @@ class TrainSettings:
         lengths: multiples of the training's ``seq_len`` at which models are evaluated.
         lanes: models that one process trains at the same time on a GPU, each on a stream of its own.
         deterministic: one seed gives one result on a GPU too.
+        together: the seeds of a variant that are left to do are trained as one model on a GPU, as far as they fit the
+            lanes; see `deepseek_attn.training`'s `SeedsStep`.
     """
 
     tasks: dict[str, TaskSettings]
@@ -122,6 +124,7 @@ class TrainSettings:
     lengths: tuple[int, ...]
     lanes: int
     deterministic: bool
+    together: bool
 
 
 @dataclass(frozen=True)
@@ -287,12 +290,13 @@ def _train(section: _Section) -> TrainSettings:
     parsed = {str(name): _task(section, str(name), options, shared) for name, options in tasks.items()}
     found = {name: task for name, task in parsed.items() if task is not None}
     lengths = section.integers("lengths", required=False) or LENGTHS
-    deterministic = section.value("deterministic", True)
-    if not isinstance(deterministic, bool):
-        reader.problem(f"train.deterministic is {deterministic!r}: expected true or false")
+    chosen = {"deterministic": section.value("deterministic", True), "together": section.value("together", False)}
+    for key, value in chosen.items():
+        if not isinstance(value, bool):
+            reader.problem(f"train.{key} is {value!r}: expected true or false")
     return TrainSettings(
         found, section.path("text"), section.integer("eval_batches", 4), tuple(sorted({1, *lengths})),
-        section.integer("lanes", 1), bool(deterministic),
+        section.integer("lanes", 1), bool(chosen["deterministic"]), bool(chosen["together"]),
     )  # fmt: skip
 
 

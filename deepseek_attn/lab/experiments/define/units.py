@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -144,10 +144,14 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Trainings that one process does at the same time. ``deterministic``: see `TrainSettings`."""
+    """Trainings of one task that one process does at the same time. ``deterministic``: see `TrainSettings`.
+
+    ``together``: the seeds of a variant are trained as one model.
+    """
 
     units: tuple[Unit, ...]
     deterministic: bool
+    together: bool = False
     kind: Kind = "train"
     alone: bool = False
 
@@ -155,6 +159,22 @@ class Group:
     def name(self) -> str:
         more = len(self.units) - 1
         return self.units[0].name + (f", and {more} more" if more else "")
+
+    @property
+    def models(self) -> list[tuple[Unit, ...]]:
+        """The units of each model in training."""
+        if not self.together:
+            return [(unit,) for unit in self.units]
+        return [tuple(seeds) for seeds in by_variant(self.units)]
+
+
+def by_variant(units: Iterable[Unit]) -> list[list[Unit]]:
+    """Trainings of one task by variant, in the order of their first ones."""
+    found: dict[str, list[Unit]] = {}
+    for unit in units:
+        assert isinstance(unit.job, TrainJob)
+        found.setdefault(unit.job.variant.name, []).append(unit)
+    return [*found.values()]
 
 
 def grouped(units: list[Unit], device: str) -> list[Unit | Group]:
@@ -169,10 +189,16 @@ def grouped(units: list[Unit], device: str) -> list[Unit | Group]:
         if label is None or not isinstance(job, TrainJob):
             found += members
             continue
-        lanes = 1 if device.startswith("cpu") else job.settings.lanes
-        count = -(-len(members) // lanes)
-        ends = [len(members) * number // count for number in range(count + 1)]
-        found += [Group(tuple(members[start:end]), job.settings.deterministic) for start, end in pairwise(ends)]
+        settings = job.settings
+        lanes = 1 if device.startswith("cpu") else settings.lanes
+        models = [[unit] for unit in members]
+        if settings.together and lanes > 1:
+            models = [seeds[at : at + lanes] for seeds in by_variant(members) for at in range(0, len(seeds), lanes)]
+        count = -(-len(models) // (lanes // max(map(len, models))))
+        ends = [len(models) * number // count for number in range(count + 1)]
+        for start, end in pairwise(ends):
+            chosen = tuple(unit for model in models[start:end] for unit in model)
+            found.append(Group(chosen, settings.deterministic, settings.together and lanes > 1))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import traceback
@@ -33,13 +34,20 @@ from deepseek_attn.lab.experiments.measure.timing import time_layer_kind, time_m
 from deepseek_attn.lab.experiments.measure.trained import SharedBatches, measure_trained, open_task, write_tokens
 from deepseek_attn.lab.experiments.run.records import write_record
 from deepseek_attn.lab.training import TrainResult
-from deepseek_attn.lab.training.loop import WORKSPACES, Paused, deterministic_ops, train_stepwise
+from deepseek_attn.lab.training.loop import (
+    WORKSPACES,
+    Paused,
+    deterministic_ops,
+    train_seeds_stepwise,
+    train_stepwise,
+)
 from deepseek_attn.lab.training.state import MADE_BY, TrainingState
 from deepseek_attn.lab.training.task import Task
 from deepseek_attn.utils.clock import seconds_since
 from deepseek_attn.utils.files import check_replaceable
 
 STATE = ".training-state"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,20 +108,25 @@ class UnitWork:
         """Trains the models of a group in turn, step by step, and measures each when it is trained.
 
         On a GPU each has a stream of its own, on which its steps are one graph: the GPU runs several at a time, which a
-        model of a million parameters cannot fill.
+        model of a million parameters cannot fill. Seeds that cannot be trained as one model are trained one by one.
         """
         device, text = torch.device(self.device), self.folder / "records" / "text"
         failures: dict[str, str] = {}
         with deterministic_ops(group.deterministic, device):
             shared: dict[str, Task] = {}
             lanes: list[Lane] = []
-            for unit in group.units:
-                assert isinstance(unit.job, TrainJob)
+
+            def begin(units: tuple[Unit, ...]) -> None:
+                job = units[0].job
+                assert isinstance(job, TrainJob)
                 try:
-                    task = shared.setdefault(unit.job.task, SharedBatches(open_task(unit.job, text)))
-                    lanes.append(Lane(unit, unit.job, task, self))
+                    task = shared.setdefault(job.task, SharedBatches(open_task(job, text)))
+                    lanes.append(Lane(units, job, task, self))
                 except ValueError as error:
-                    failures[unit.name] = f"ValueError: {error}"
+                    failures.update({unit.name: f"ValueError: {error}" for unit in units})
+
+            for units in group.models:
+                begin(units)
             while lanes:
                 for lane in [*lanes]:
                     try:
@@ -124,7 +137,15 @@ class UnitWork:
                     except Exception as error:
                         traceback.print_exc()
                         lanes.remove(lane)
-                        failures[lane.unit.name] = f"{type(error).__name__}: {error}"
+                        first, *others = lane.units
+                        if not others:
+                            failures[first.name] = f"{type(error).__name__}: {error}"
+                            continue
+                        name, count = lane.job.variant.name, len(lane.units)
+                        logger.warning(f"{count} seeds of {name} are trained one by one: {error}")
+                        lane.state.remove()
+                        for unit in lane.units:
+                            begin((unit,))
                 report(max((lane.part for lane in lanes), default=1.0))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # other processes share the GPU
@@ -144,51 +165,63 @@ class Lane:
     """One training of a group: its steps, its stream and, at its end, its measurements.
 
     Attributes:
+        units: one, or the seeds of a variant that are trained together; job: of the first of them.
         part: of the training that is done.
     """
 
-    def __init__(self, unit: Unit, job: TrainJob, task: Task, work: UnitWork):
-        self.unit, self.job, self.task, self.folder = unit, job, task, work.folder
+    def __init__(self, units: tuple[Unit, ...], job: TrainJob, task: Task, work: UnitWork):
+        self.units, self.job, self.task, self.folder = units, job, task, work.folder
+        self.jobs = [unit.job for unit in units if isinstance(unit.job, TrainJob)]
         self.started, self.part, setup = time.perf_counter(), 0.0, job.setup
         device = torch.device(work.device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.state = open_state(work.folder / "states" / f"{unit.path}{STATE}", unit)
-        self.steps: Generator[None, None, TrainResult] = train_stepwise(
-            job.variant.config(job.base), task, steps=setup.steps, batch=setup.batch, seq_len=setup.seq_len,
-            seed=job.seed, device=device, lr=setup.lr, weight_decay=setup.weight_decay, test_batches=0,
-            windows=job.variant.windows(job.base), selection=job.variant.selection, curriculum=setup.curriculum,
-            state=self.state, progress=self.note,
-            stop=None if work.until is None else lambda: time.monotonic() >= (work.until or 0.0),
-        )  # fmt: skip
+        self.state = open_state(work.folder / "states" / f"{units[0].path}{STATE}", units)
+        options: dict[str, Any] = {
+            **{"steps": setup.steps, "batch": setup.batch, "seq_len": setup.seq_len, "device": device, "lr": setup.lr},
+            **{"weight_decay": setup.weight_decay, "curriculum": setup.curriculum, "selection": job.variant.selection},
+            **{"windows": job.variant.windows(job.base), "state": self.state, "progress": self.note},
+            "stop": None if work.until is None else lambda: time.monotonic() >= (work.until or 0.0),
+        }
+        self.steps = self.train(job.variant.config(job.base), options)
+
+    def train(self, config: Any, options: dict[str, Any]) -> Generator[None, None, list[TrainResult]]:
+        if len(self.jobs) == 1:
+            return [(yield from train_stepwise(config, self.task, seed=self.job.seed, test_batches=0, **options))]
+        seeds = [job.seed for job in self.jobs]
+        return (yield from train_seeds_stepwise(config, self.task, seeds=seeds, **options))
 
     def note(self, step: int, loss: float) -> None:
         self.part = 0.9 * step / self.job.setup.steps
 
     def advance(self) -> bool:
-        """Makes a step; after the last one, measures the model, writes its record and returns True."""
+        """Makes a step; after the last one, measures the models, writes their records and returns True."""
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             try:
                 next(self.steps)
                 return False
             except StopIteration as end:
-                trained: TrainResult = end.value
+                trained: list[TrainResult] = end.value
         if self.stream is not None:
             self.stream.synchronize()  # measured on the common stream: each has a cache of free memory of its own
-        result = measure_trained(trained, self.job, self.task)
-        write_record(self.folder, self.unit, result, seconds_since(self.started))
+        for unit, job, result in zip(self.units, self.jobs, trained, strict=True):
+            measured = measure_trained(result, job, self.task)
+            if len(self.jobs) > 1:
+                measured["together"] = [each.seed for each in self.jobs]
+            write_record(self.folder, unit, measured, seconds_since(self.started))
         self.state.remove()
         return True
 
 
-def open_state(path: Path, unit: Unit) -> TrainingState:
-    """The state of an interrupted training of ``unit``; a state of other inputs is removed.
+def open_state(path: Path, units: tuple[Unit, ...]) -> TrainingState:
+    """The state of an interrupted training of ``units``; a state of other inputs is removed.
 
     Raises:
         ValueError: the file is of another writer.
     """
     check_replaceable(path, MADE_BY)
+    settings = {"unit": " ".join(unit.fingerprint for unit in units)}
     try:
-        return TrainingState(path, {"unit": unit.fingerprint}, resume=True)
+        return TrainingState(path, settings, resume=True)
     except ValueError:
         path.unlink()
-        return TrainingState(path, {"unit": unit.fingerprint})
+        return TrainingState(path, settings)

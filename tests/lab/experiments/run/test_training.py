@@ -61,6 +61,47 @@ def test_groups_are_trainings_of_one_task(units):
     assert [len(group.units) for group in untyped(grouped(units, "cpu"))] == [1] * len(units)
 
 
+def test_seeds_of_a_variant_stay_together(tmp_path):
+    units = make_units(experiment(tmp_path, seeds=[0, 1, 2], train=TRAIN | {"together": True}), "cuda")
+    groups: Any = grouped(units, "cuda")
+    assert [[len(model) for model in group.models] for group in groups] == [[3]] * 6
+    assert all(len({unit.job.variant.name for unit in model}) == 1 for group in groups for model in group.models)
+    wide = make_units(experiment(tmp_path, seeds=[0, 1, 2], train=TRAIN | {"together": True, "lanes": 7}), "cuda")
+    groups = grouped(wide[1:], "cuda:0")  # without a seed of the first variant
+    assert [[len(model) for model in group.models] for group in groups] == [[3], [3, 2], [3], [3, 3]]
+    groups = grouped(make_units(experiment(tmp_path, train=TRAIN | {"together": True, "lanes": 1}), "cuda"), "cuda")
+    assert not any(group.together for group in groups)
+
+
+def test_seeds_that_are_trained_together(tmp_path, units, whole, monkeypatch):
+    """Stopped in the second part and resumed; their records are those of seeds alone, up to rounding."""
+    seeds = (units[1], units[4])
+    clock = iter([0.0] * 3 + [9.0])
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: next(clock))
+        UnitWork(tmp_path, "cpu", 1, until=5.0)(Group(seeds, False, together=True), lambda part: None)
+    assert [path.name for path in (tmp_path / "states").rglob("*state")] == ["recall-seed0.training-state"]
+    UnitWork(tmp_path, "cpu", 1)(Group(seeds, False, together=True), lambda part: None)
+    assert not [path for path in (tmp_path / "states").rglob("*") if path.is_file()]
+    for unit in seeds:
+        found, expected = (result["result"] for result in (untyped(read_record(tmp_path, unit)), whole[unit.path]))
+        assert found["together"] == [0, 1]
+        assert found["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-3)
+        assert found["losses"] == [[6, pytest.approx(expected["losses"][0][1], rel=1e-3)]]
+
+
+def test_seeds_that_cannot_be_trained_together_are_trained_one_by_one(tmp_path, units, whole, monkeypatch, caplog):
+    def refuse(*args, **options):
+        raise RuntimeError("no rule for this operation")
+        yield
+
+    monkeypatch.setattr("deepseek_attn.lab.experiments.run.work.train_seeds_stepwise", refuse)
+    UnitWork(tmp_path, "cpu", 1)(Group((units[0], units[3]), False, together=True), lambda part: None)
+    assert "2 seeds of dense, 1 window layers are trained one by one: no rule" in caplog.text
+    for unit in (units[0], units[3]):
+        assert without_times(read_record(tmp_path, unit)) == whole[unit.path]
+
+
 @pytest.mark.exhaustive
 def test_models_of_a_group_are_those_that_are_trained_alone(tmp_path, units, whole):
     UnitWork(tmp_path, "cpu", 1)(Group(tuple(units[:6]), False), lambda part: None)
