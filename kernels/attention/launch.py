@@ -32,7 +32,7 @@ from deepseek_attn.kernels.attention.reference import value_dim
 from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys
 from deepseek_attn.kernels.common.checks import INTS, check, contiguous_rows
 from deepseek_attn.kernels.common.device import FLOATS, LOG2E, fp8_view, gpu
-from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
@@ -137,7 +137,7 @@ def launch(
     attention_combine_kernel[(T, H, cdiv(d_v, tiles.channels))](  # in a fixed order
         parts, outputs, raw, H, plan.splits,
         SHAPE=CombineShape(d_v, tiles.splits, tiles.channels, plan.pdl, raw_shape),
-        enable_fp_fusion=True, num_warps=tiles.warps, launch_pdl=plan.pdl,
+        **launch_options(tiles.warps, plan.pdl),
     )  # fmt: skip
     if largest is not None:
         torch.amax(largest, 1, out=outputs.largest)
@@ -157,17 +157,14 @@ def _launch_attend(
         attend_rows_hopper_kernel[(plan.programs,)](
             *(queries, pools[0], outputs, H, T * head_blocks, widths[0], limits[0]),
             DIM=dim,
-            enable_fp_fusion=True,
-            num_warps=tiles.warps,
+            **launch_options(tiles.warps),
         )
         return
     if kernel == "attend_v32_hopper_kernel":
         attend_v32_hopper_kernel[(T * head_blocks, plan.splits)](
             *(queries, pools[0], outputs, H, widths[0], limits[0]),
             SHAPE=HopperShape(layouts[0].nope, layouts[0].entries, 0, split),
-            enable_fp_fusion=True,
-            num_warps=tiles.warps,
-            launch_pdl=True,
+            **launch_options(tiles.warps, True),
         )
         return
     second, width, limit = (pools[1], widths[1], limits[1]) if len(keys) > 1 else (None, 0, 0)
@@ -177,9 +174,7 @@ def _launch_attend(
         attend_hopper_kernel[(T * head_blocks, plan.splits)](
             *arguments,
             SHAPE=HopperShape(layouts[0].nope, layouts[0].entries, entries, split, raw_shape),
-            enable_fp_fusion=True,
-            num_warps=tiles.warps,
-            launch_pdl=True,
+            **launch_options(tiles.warps, True),
         )
         return
     starts, piece_widths = pieces(layouts[0].nope, dim, tiles.piece)
@@ -203,12 +198,7 @@ def _launch_attend(
         PDL=plan.pdl,
     )
     attend_kernel[(T, plan.splits, head_blocks)](
-        *arguments,
-        SHAPE=shape,
-        enable_fp_fusion=True,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        launch_pdl=plan.pdl,
+        *arguments, SHAPE=shape, num_stages=tiles.stages, **launch_options(tiles.warps, plan.pdl)
     )
 
 
@@ -264,7 +254,7 @@ def dequantize_and_gather_k_cache(
     gather_kernel[(cdiv(max_rows, shape.ROWS), b)](
         GatherRows(out[:, offset:], out.stride(0), out.stride(1)), GatherPool(pool, pool.stride(0)),
         seq_lens, gather_lens, block_table, max_rows, block_table.shape[1], block_table.stride(0),
-        SHAPE=shape, enable_fp_fusion=True, num_warps=plan.config.warps,
+        SHAPE=shape, **launch_options(plan.config.warps),
     )  # fmt: skip
 
 

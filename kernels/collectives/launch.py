@@ -61,6 +61,5 @@ def _exchange(
         peers.rank,
         CONFIG=ExchangeConfig(peers.world, peers.capacity, scatter, block),
         DTYPE=None if gather else TRITON_DTYPES[x.dtype],
-        enable_fp_fusion=True,
         **plan.options,
     )

@@ -25,7 +25,7 @@ from deepseek_attn.kernels.common.float32_product_triton import (
     split_float32_weight_kernel,
 )
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import cdiv, launch_options
+from deepseek_attn.kernels.common.plans import cdiv, pdl_options
 
 
 class PartialSums(NamedTuple):
@@ -64,9 +64,7 @@ def launch(plan: Float32ProductPlan, x: Tensor, weight: Tensor, split: int, sums
     (T, K), N, tiles = x.shape, len(weight), plan.product.config
     if plan.presplit:  # three bfloat16 values, the largest first, add up to a float32 one
         weight, whole = weight.new_empty(3, N, K, dtype=torch.bfloat16), weight
-        split_float32_weight_kernel[(cdiv(N * K, 1024),)](
-            whole, weight, N * K, BLOCK=1024, enable_fp_fusion=True, **launch_options(4, plan.pdl)
-        )
+        split_float32_weight_kernel[(cdiv(N * K, 1024),)](whole, weight, N * K, BLOCK=1024, **pdl_options(4, plan.pdl))
     float32_product_kernel[(cdiv(N, tiles.columns), cdiv(T, tiles.rows), plan.partials)](
         ProductArguments(x, weight, sums, x.stride(0)),
         T,
@@ -82,7 +80,6 @@ def launch(plan: Float32ProductPlan, x: Tensor, weight: Tensor, split: int, sums
             BLOCK_N=tiles.columns,
             BLOCK_K=64 if x.dtype == torch.bfloat16 else 32,
         ),
-        enable_fp_fusion=True,
         num_stages=tiles.stages,
-        **launch_options(tiles.warps, plan.pdl),
+        **pdl_options(tiles.warps, plan.pdl),
     )

@@ -167,7 +167,7 @@ class KernelPlan:
     @property
     def options(self) -> dict[str, Any]:
         """Options of the launch, if the configuration sets the warps of a program."""
-        return launch_options(self.config.warps, self.pdl)
+        return pdl_options(self.config.warps, self.pdl)
 
 
 class SharedLaunch(NamedTuple):
@@ -186,9 +186,19 @@ class SharedLaunch(NamedTuple):
     grid: tuple[int, ...]
 
 
-def launch_options(warps: int, pdl: bool) -> dict[str, Any]:
-    """Launch options of a kernel that may start early (``PDL``), besides its arguments."""
-    return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
+def launch_options(warps: int = 4, pdl: bool = False) -> dict[str, Any]:
+    """Options of every launch, besides its arguments: a product and a sum are one instruction, rounded once.
+
+    Args:
+        warps: of a program.
+        pdl: the kernel may start before the previous one has ended.
+    """
+    return {"enable_fp_fusion": True, "num_warps": warps, "launch_pdl": pdl}
+
+
+def pdl_options(warps: int, pdl: bool) -> dict[str, Any]:
+    """`launch_options` of a kernel with a constant ``PDL``."""
+    return {"PDL": pdl, **launch_options(warps, pdl)}
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
             ROWS=TABLE_ROWS,
             BLOCK=plan.config.size,
             NATIVE_FP8=plan.native_fp8,
-            enable_fp_fusion=True,
             **plan.options,
         )
     return out.flatten(1)
@@ -48,7 +47,5 @@ def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor
     if T:
         plan = GATES.plan(RowsProblem(T * m, D), gpu(streams.device))
         gate = EngramGate(streams, kv, q_weight.contiguous(), k_weight.contiguous(), out, kv.stride(0), eps)
-        engram_gate_kernel[(T, m)](
-            gate, SMALLEST=SMALLEST, D=D, BLOCK=plan.config.size, M=m, enable_fp_fusion=True, **plan.options
-        )
+        engram_gate_kernel[(T, m)](gate, SMALLEST=SMALLEST, D=D, BLOCK=plan.config.size, M=m, **plan.options)
     return out

@@ -9,7 +9,7 @@ from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import LaunchBlock, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import LaunchBlock, cdiv, next_power_of_2, pdl_options
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     CollapseArguments,
     CollapseConfig,
@@ -132,8 +132,8 @@ def collapse(
 def _launch_post(tiles: LaunchBlock, pdl: bool, update: StreamUpdate) -> StreamUpdate:
     T, m, D = update.streams.shape
     if T:
-        block, options = tiles.size, launch_options(tiles.warps, pdl)
-        hc_post_kernel[(T, cdiv(D, block))](update, D=D, M=m, BLOCK=block, enable_fp_fusion=True, **options)
+        block, options = tiles.size, pdl_options(tiles.warps, pdl)
+        hc_post_kernel[(T, cdiv(D, block))](update, D=D, M=m, BLOCK=block, **options)
     return update
 
 
@@ -149,8 +149,7 @@ def _launch_mix(tiles: MixTiles, pdl: bool, update: StreamUpdate, fn: Tensor) ->
             sums,
             T,
             CONFIG=MixConfig(D, m, rows, next_power_of_2(rows + 1), tiles.tokens, tiles.channels),
-            enable_fp_fusion=True,
-            **launch_options(4, pdl),
+            **pdl_options(4, pdl),
         )
     return sums
 
@@ -175,8 +174,7 @@ def _launch_collapse(plan: StreamsPlan, args: CollapseArguments, iterations: int
             ITERATIONS=iterations,
             TOKENS=tokens,
         ),
-        enable_fp_fusion=True,
-        **launch_options(warps, plan.pdl),
+        **pdl_options(warps, plan.pdl),
     )
 
 

@@ -24,6 +24,7 @@ from deepseek_attn.kernels.common.plans import (
     cdiv,
     launch_options,
     next_power_of_2,
+    pdl_options,
     unlisted_plans,
 )
 from deepseek_attn.kernels.common.raw_queries import RawQueries
@@ -80,7 +81,7 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     launch = _index_launch(rows, "index_query_kernel")
     if all(launch.grid):
         options = launch.plan.options
-        index_query_kernel[launch.grid](launch.arguments, SHAPE=launch.shape, enable_fp_fusion=True, **options)
+        index_query_kernel[launch.grid](launch.arguments, SHAPE=launch.shape, **options)
     return launch.out
 
 
@@ -92,11 +93,7 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     check_tokens(tokens, index)
     if tokens:
         queries_kernel[(tokens, blocks + launch.grid[1])](
-            *(arguments, launch.arguments, blocks),
-            SHAPE=shape,
-            INDEX_SHAPE=launch.shape,
-            enable_fp_fusion=True,
-            **launch.plan.options,
+            *(arguments, launch.arguments, blocks), SHAPE=shape, INDEX_SHAPE=launch.shape, **launch.plan.options
         )
     return out, launch.out
 
@@ -117,7 +114,6 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
             *(absorbed.arguments, launch.arguments, programs, token_blocks, blocks),
             SHAPE=absorbed.shape,
             INDEX_SHAPE=launch.shape,
-            enable_fp_fusion=True,
             **launch.plan.options,
         )
     return absorbed.out, launch.out
@@ -212,20 +208,18 @@ def paged_index_scores(
     arguments = rows, table, keys.token_to_req, num_visible, T, width, skip, table.stride(0)
     grid = cdiv(T, config.tokens), config.splits
     if kernel == "index_scores_hopper_kernel":
-        index_scores_hopper_kernel[grid](*arguments, PAGE=keys.entries, enable_fp_fusion=True, num_warps=config.warps)
+        index_scores_hopper_kernel[grid](*arguments, PAGE=keys.entries, **launch_options(config.warps))
     elif kernel == "index_scores_decode_hopper_kernel":
         index_scores_decode_hopper_kernel[grid](
             *arguments,
             PAGE=keys.entries,
             TOKENS=config.tokens,
             FP4=key_format == "fp4",
-            enable_fp_fusion=True,
-            num_warps=config.warps,
-            launch_pdl=True,
+            **launch_options(config.warps, True),
         )
     else:
         stages = config.stages
-        index_scores_kernel[grid](*arguments, SHAPE=shape, enable_fp_fusion=True, num_stages=stages, **plan.options)
+        index_scores_kernel[grid](*arguments, SHAPE=shape, num_stages=stages, **plan.options)
     return out
 
 
@@ -253,7 +247,6 @@ def candidate_scores(
             *(rows, kept, kept.stride(0), table, keys.token_to_req, num_visible, columns, skip, table.stride(0)),
             SHAPE=shape,
             SIZE=size,
-            enable_fp_fusion=True,
             num_stages=plan.config.stages,
             **plan.options,
         )
@@ -277,7 +270,6 @@ def launch_candidate_entries(
         SIZE=candidates.size,
         PAGE=0 if out_slots is None else keys.entries,
         BLOCK=entries,
-        enable_fp_fusion=True,
         **plan.options,
     )
 
@@ -297,7 +289,6 @@ def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: Cand
         SIZE=size,
         SIZE_PADDED=next_power_of_2(size),
         BLOCKS=blocks,
-        enable_fp_fusion=True,
         **plan.options,
     )
     topk_indices(best, counts, kept.shape[1], kept)
@@ -341,9 +332,8 @@ def topk_indices(
         K=out.shape[1],
         ALIGNED=W % 4 == 0 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0,
         PAGE=page_entries,
-        enable_fp_fusion=True,
         maxnreg=config.max_registers,
-        **launch_options(config.num_warps, plan.pdl),
+        **pdl_options(config.num_warps, plan.pdl),
     )
     return out
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import contiguous_rows
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.indices.plan import INDICES, IndexProblem, IndexTiles
 from deepseek_attn.kernels.indices.reference import check_combine, check_positive, check_rows, check_step
 from deepseek_attn.kernels.indices.step_indices_triton import (
@@ -42,7 +42,7 @@ def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: in
     if T:
         tokens = _tiles("decode_rows", starts, T).tokens
         decode_rows_kernel[(cdiv(T, tokens),)](
-            starts, ends, out, T, max_len, offset, ROWS=rows_per_request, TOKENS=tokens, enable_fp_fusion=True
+            starts, ends, out, T, max_len, offset, ROWS=rows_per_request, TOKENS=tokens, **launch_options()
         )
     return out
 
@@ -55,7 +55,7 @@ def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> 
     if T:
         tokens = _tiles("entry_counts", positions, T).tokens
         entry_counts_kernel[(cdiv(T, tokens),)](
-            positions, is_valid, out, T, topk, RATIO=ratio, TOKENS=tokens, enable_fp_fusion=True
+            positions, is_valid, out, T, topk, RATIO=ratio, TOKENS=tokens, **launch_options()
         )
     return out
 
@@ -83,7 +83,7 @@ def step_indices(
             TOKENS=TokenShape(token_page, window, next_power_of_2(window)),
             GROUPS=tuple(shapes),
             TILE=columns,
-            enable_fp_fusion=True,
+            **launch_options(),
         )
     listed = {group.ratio: out for group, out in zip(groups, outs, strict=True) if group.width}
     return StepIndices(
@@ -109,7 +109,7 @@ def compute_global_topk_indices_and_lens(
             K=K,
             N=block_size,
             TILE=_tiles("compute_global_topk_indices_and_lens", out, T, K).columns,
-            enable_fp_fusion=True,
+            **launch_options(),
         )
     return IndexRows(out, lens)
 
@@ -130,7 +130,7 @@ def combine_topk_swa_indices(
             WorkspaceRows(topk_indices, out, lens),
             *(topk_indices.stride(0), query_start_loc, seq_lens, gather_lens, is_valid, c, M, N),
             SHAPE=WorkspaceShape(width, window, ratio, topk, tiles.columns, tiles.requests),
-            enable_fp_fusion=True,
+            **launch_options(),
         )
     return IndexRows(out, lens)
 

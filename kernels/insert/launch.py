@@ -20,7 +20,7 @@ from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, ScaleRule
 from deepseek_attn.kernels.common.checks import check, check_quantized
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import FLOATS, gpu
-from deepseek_attn.kernels.common.plans import RowsProblem, SharedLaunch, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import RowsProblem, SharedLaunch, cdiv, next_power_of_2, pdl_options
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.records import check_pool
 from deepseek_attn.kernels.common.rows import entry_format, fp8_rows, row_block
@@ -76,9 +76,7 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
         plan = plan_insert(InsertProblem.of(count, True, compressors, batch), gpu(kv.device))
         rows, shapes = (key, query), {"SHAPE": key_shape, "QUERY_SHAPE": query_shape}
         if plan.keys is not None:
-            norm_rope_insert_kernel[(count, 2)](
-                *rows, **shapes, NATIVE_FP8=plan.native_fp8, enable_fp_fusion=True, **plan.keys.options
-            )
+            norm_rope_insert_kernel[(count, 2)](*rows, **shapes, NATIVE_FP8=plan.native_fp8, **plan.keys.options)
         _launch_windows(plan, compressors, batch, rows if plan.keys is None else (), shapes)
     return outs
 
@@ -137,13 +135,13 @@ def _launch_windows(
         NATIVE_FP8=plan.native_fp8,
     )
     arguments = (tuple(part for part, _ in parts), step, scratch, division.programs, requests)
-    constants = {"PARTS": tuple(shape for _, shape in parts), "CONFIG": config, **launch_options(tiles.warps, plan.pdl)}
+    options = {"PARTS": tuple(shape for _, shape in parts), "CONFIG": config, **pdl_options(tiles.warps, plan.pdl)}
     if rows:
         programs = division.programs + tokens * (2 + len(compressors))
-        insert_tokens_kernel[(programs,)](*rows, *arguments, **(shapes or {}), enable_fp_fusion=True, **constants)
+        insert_tokens_kernel[(programs,)](*rows, *arguments, **(shapes or {}), **options)
     else:
         stored = (requests * batch.rows if division.reuses_ring_rows else tokens) * len(compressors)
-        compress_kernel[(stored + division.programs,)](*arguments, enable_fp_fusion=True, **constants)
+        compress_kernel[(stored + division.programs,)](*arguments, **options)
 
 
 def empty_scratch(compressors: Sequence[CompressPart], groups: int, device: torch.device) -> Scratch:
@@ -185,9 +183,7 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
     arguments, shape = _key("rows", rows, positions, cos_sin, cache)
     if T:
         plan = ENTRIES.plan(RowsProblem(T), gpu(rows.device))
-        rope_insert_kernel[(T,)](
-            arguments, SHAPE=shape, NATIVE_FP8=plan.native_fp8, enable_fp_fusion=True, **plan.options
-        )
+        rope_insert_kernel[(T,)](arguments, SHAPE=shape, NATIVE_FP8=plan.native_fp8, **plan.options)
 
 
 def _key(
@@ -255,7 +251,6 @@ def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tens
             QUERY_SHAPE=query_shape,
             INDEX_SHAPE=key_shape,
             NATIVE_FP8=plan.native_fp8,
-            enable_fp_fusion=True,
             **plan.options,
         )
     return query.out
@@ -284,7 +279,7 @@ def query_norm_rope(raw_q: RawQueries) -> Tensor:
     """See `kernels.insert.query_norm_rope`."""
     plan, rows, shape, out, grid = head_launch(raw_q)
     if len(out):
-        query_norm_rope_kernel[grid](rows, SHAPE=shape, enable_fp_fusion=True, **plan.options)
+        query_norm_rope_kernel[grid](rows, SHAPE=shape, **plan.options)
     return out
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
-from deepseek_attn.kernels.common.plans import SharedLaunch, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import SharedLaunch, cdiv, launch_options, next_power_of_2, pdl_options
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
 from deepseek_attn.kernels.common.rows import fp8_rows, row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -30,8 +30,8 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     if not out.numel():
         return out
     if plan.rotation is None:
-        options = launch_options(plan.product.config.warps, plan.pdl)
-        absorb_queries_kernel[grid](rows, SHAPE=shape, enable_fp_fusion=True, **options)
+        options = pdl_options(plan.product.config.warps, plan.pdl)
+        absorb_queries_kernel[grid](rows, SHAPE=shape, **options)
         return out
     # cuBLAS writes the latent channels of the result's rows, and the rotation fills their other channels
     (heads, nope, rank), warps = queries.weight.shape, plan.rotation.config.warps
@@ -42,7 +42,7 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
         plan,
     )
     rotate_queries_kernel[(len(out), cdiv(out.shape[1], shape.BLOCK_H))](
-        rows, SHAPE=shape, PADDED=out.shape[1] > heads, enable_fp_fusion=True, num_warps=warps
+        rows, SHAPE=shape, PADDED=out.shape[1] > heads, **launch_options(warps)
     )
     return out
 
@@ -118,11 +118,7 @@ def _project(latents: Tensor, weight: LatentWeight, quantize: bool, pow2_scales:
         NATIVE_FP8=plan.native_fp8,
     )
     project_values_kernel[(heads * cdiv(dim, tiles.values), cdiv(T, plan.tokens))](
-        rows,
-        SHAPE=shape,
-        enable_fp_fusion=True,
-        num_stages=tiles.stages,
-        **launch_options(tiles.warps, plan.pdl),
+        rows, SHAPE=shape, num_stages=tiles.stages, **pdl_options(tiles.warps, plan.pdl)
     )
     return ProjectedValues(out, buffers)
 
@@ -147,8 +143,7 @@ def dequantize_weight(weight: LatentWeight, dtype: torch.dtype, plan: LatentPlan
         WEIGHT=_strides(weight),
         DTYPE=TRITON_DTYPES[dtype],
         NATIVE_FP8=plan.native_fp8,
-        enable_fp_fusion=True,
-        num_warps=plan.dequantize.config.warps,
+        **launch_options(plan.dequantize.config.warps),
     )
     return out
 

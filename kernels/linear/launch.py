@@ -15,7 +15,7 @@ from deepseek_attn.kernels.common.counters import counters_of
 from deepseek_attn.kernels.common.device import GPU, fp8_view
 from deepseek_attn.kernels.common.device import gpu as gpu_of
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import ROW_MULTIPLE, InputFormat, QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -135,10 +135,8 @@ def _launch_triton(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
         ),
         FP8=WeightFormat(tiles, config.rows, input_format.group if fp8 else 128, True, mode, *dot),
         PLAIN=WeightFormat(plain_tiles, config.rows, PLAIN_CHANNELS, False, "plain", *plain_dot),
-        enable_fp_fusion=True,
-        num_warps=config.warps,
         num_stages=config.stages,
-        launch_pdl=gpu.pdl,
+        **launch_options(config.warps, gpu.pdl),
     )
 
 
@@ -185,10 +183,8 @@ def _launch_hopper(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
             POW2=output is None or output.pow2_scales,
             REGISTERS=min(240, (registers * (config.warpgroups + 1) - 40) // config.warpgroups // 8 * 8),
         ),
-        enable_fp_fusion=True,
-        num_warps=4,
         maxnreg=registers,
-        launch_pdl=True,
+        **launch_options(4, True),
     )
 
 
@@ -222,10 +218,8 @@ def _launch_decode(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
             TILES=product.fp8,
             POW2=pow2_scales,
         ),
-        enable_fp_fusion=True,
-        num_warps=4,
         maxnreg=168,
-        launch_pdl=True,
+        **launch_options(4, True),
     )
 
 
@@ -353,7 +347,5 @@ def _launch_quantize(
             NATIVE_FP8=plan.native_fp8,
             PDL=plan.pdl,
         ),
-        enable_fp_fusion=True,
-        num_warps=config.warps,
-        launch_pdl=plan.pdl,
+        **launch_options(config.warps, plan.pdl),
     )

@@ -13,7 +13,15 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import fp8_view, gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
-from deepseek_attn.kernels.common.plans import Choice, LaunchBlock, RowsProblem, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import (
+    Choice,
+    LaunchBlock,
+    RowsProblem,
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    pdl_options,
+)
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED
@@ -81,9 +89,7 @@ def moe_route(
             KEPT=groups.kept,
             PDL=plan.pdl,
         ),
-        enable_fp_fusion=True,
-        num_warps=plan.config.warps,
-        launch_pdl=plan.pdl,
+        **launch_options(plan.config.warps, plan.pdl),
     )
     return experts, weights
 
@@ -98,7 +104,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
         plan = SWIGLUS.plan(ValuesProblem(size), gpu(gate.device))
         block = plan.config.size
         swiglu_kernel[(cdiv(size, block),)](
-            gate, up, out, float(limit), size, CLAMP=limit > 0, BLOCK=block, enable_fp_fusion=True, **plan.options
+            gate, up, out, float(limit), size, CLAMP=limit > 0, BLOCK=block, **plan.options
         )
     return out
 
@@ -142,8 +148,7 @@ def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
         TOPK_PADDED=next_power_of_2(topk),
         WEIGH=arguments.weigh_output,
         BLOCK=block,
-        enable_fp_fusion=True,
-        **launch_options(warps, plan.pdl),
+        **pdl_options(warps, plan.pdl),
     )
 
 
@@ -173,11 +178,11 @@ def group_pairs(routing: PairRouting, count: int, tile: int, block: LaunchBlock,
     counts, sorted_pairs, tile_row = (
         torch.empty(length, dtype=torch.int32, device=device) for length in (count, tiles * tile, tiles)
     )
-    options = {"BLOCK": block.size} | launch_options(block.warps, pdl)
-    count_pairs_kernel[(count,)](experts, counts, pairs, enable_fp_fusion=True, **options)
+    options = {"BLOCK": block.size} | pdl_options(block.warps, pdl)
+    count_pairs_kernel[(count,)](experts, counts, pairs, **options)
     place_pairs_kernel[(count,)](
         experts, counts, sorted_pairs, tile_row, routing.slots, pairs, tiles, E=count, E_PADDED=next_power_of_2(count),
-        TILE=tile, enable_fp_fusion=True, **options,
+        TILE=tile, **options,
     )  # fmt: skip
     return routing._replace(sorted=sorted_pairs, tile_row=tile_row)
 
@@ -199,8 +204,7 @@ def _product_input(choice: Choice | None, plan: ExpertsPlan, x: Tensor, input_fo
         POW2=input_format.pow2_scales,
         EVENS_FIRST=factors.weights == "fp4",
         FP8_GROUP=group,
-        enable_fp_fusion=True,
-        **launch_options(warps, plan.pdl),
+        **pdl_options(warps, plan.pdl),
     )
     return ProductInput(values, scale, K)
 
@@ -242,10 +246,8 @@ def _product(
             STAGES=tiles.stages,
             PDL=plan.pdl,
         ),
-        enable_fp_fusion=True,
-        num_warps=tiles.warps,
         num_stages=tiles.stages,
-        launch_pdl=plan.pdl,
+        **launch_options(tiles.warps, plan.pdl),
     )
 
 
@@ -287,8 +289,7 @@ def _copy_parts(plan: FetchPlan, cache: HostExperts, parts: CopiedParts) -> None
         PARTS_PADDED=next_power_of_2(len(parts.table)),
         BLOCK=COPY_BYTES,
         ALIGNED=parts.aligned,
-        enable_fp_fusion=True,
-        **launch_options(copy.warps, plan.pdl),
+        **pdl_options(copy.warps, plan.pdl),
     )
 
 
@@ -314,6 +315,5 @@ def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor, fetch: bo
         ROWS=next_power_of_2(E),
         BLOCK=block.size,
         FETCH=fetch,
-        enable_fp_fusion=True,
-        **launch_options(block.warps, plan.pdl),
+        **pdl_options(block.warps, plan.pdl),
     )

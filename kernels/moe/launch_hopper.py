@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.moe.experts_hopper import ExpertScales, experts_hopper_kernel
@@ -62,24 +62,21 @@ def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, Qua
     rows = PairRows(pair, row, weight, tiles.view(3, capacity), num_tiles)
     routing = RowRouting(experts, arguments.weights, arguments.rows)
     block, warps = plan.grouping.config
-    options = {"TILE": sizes[-1], "GRANULE": sizes[0], "num_warps": warps, "launch_pdl": True}
+    options = {"TILE": sizes[-1], "GRANULE": sizes[0]} | launch_options(warps, True)
     if plan.inputs is None:
         T, K = x.shape
         inputs = empty_quantized_rows(num_rows, K, x.device)
         tokens = QuantizedTokens(x, inputs.values, inputs.scale, x.stride(0), num_rows)
         prepare_decode_rows_kernel[(T, K // block)](
             tokens, routing, rows, pairs, capacity, K=K, TOPK=topk, BLOCK=block,
-            POW2=arguments.input_format.pow2_scales, SLOTS=max(16, next_power_of_2(pairs)), enable_fp_fusion=True,
-            **options,
+            POW2=arguments.input_format.pow2_scales, SLOTS=max(16, next_power_of_2(pairs)), **options,
         )  # fmt: skip
         return rows, inputs
     chunks, constants = cdiv(pairs, CHUNK), {"E": count, "E_PADDED": next_power_of_2(count), "CHUNK": CHUNK}
     counts = torch.empty(chunks, count, dtype=torch.int32, device=x.device)
-    count_chunks_kernel[(chunks,)](
-        experts, counts, pairs, **constants, enable_fp_fusion=True, num_warps=warps, launch_pdl=True
-    )
+    count_chunks_kernel[(chunks,)](experts, counts, pairs, **constants, **launch_options(warps, True))
     place_rows_kernel[(cdiv(pairs, block),)](
-        routing, counts, rows, pairs, capacity, chunks, **constants, BLOCK=block, enable_fp_fusion=True, **options
+        routing, counts, rows, pairs, capacity, chunks, **constants, BLOCK=block, **options
     )
     return rows, _prepared(plan.inputs, x, experts, rows, arguments)
 
@@ -97,9 +94,7 @@ def _prepared(choice: Any, x: Tensor, experts: Tensor | None, rows: PairRows, ar
         TOPK=0 if experts is None else experts.shape[1],
         BLOCK=block,
         POW2=arguments.input_format.pow2_scales,
-        enable_fp_fusion=True,
-        num_warps=warps,
-        launch_pdl=True,
+        **launch_options(warps, True),
     )
     return inputs
 
@@ -142,8 +137,6 @@ def _product(
         rows.num_tiles,
         output,
         TILING=tiling,
-        enable_fp_fusion=True,
-        num_warps=4,
         maxnreg=product.registers,
-        launch_pdl=True,
+        **launch_options(4, True),
     )

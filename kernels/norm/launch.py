@@ -37,5 +37,5 @@ def launch(x: Tensor, residual: Tensor | None, eps: float, weight: Tensor) -> No
         plan, stride = NORMS.plan(RowsProblem(count, channels), gpu(x.device)), 0 if added is None else added.stride(0)
         arguments = NormRows(rows, added, weight, out, total, rows.stride(0), stride, eps)
         block, options = plan.config.size, plan.options
-        rms_norm_kernel[(count,)](arguments, CHANNELS=channels, BLOCK=block, enable_fp_fusion=True, **options)
+        rms_norm_kernel[(count,)](arguments, CHANNELS=channels, BLOCK=block, **options)
     return NormedSum(out, x if total is None else total)

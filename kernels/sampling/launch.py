@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import check, contiguous_rows
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.sampling.plan import GREEDY
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.kernels.sampling.sampling_triton import accept_drafts_kernel, greedy_block_kernel, greedy_row_kernel
@@ -28,12 +28,10 @@ def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     peaks = torch.empty(rows, blocks, dtype=torch.float32, device=device)
     columns = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     greedy_block_kernel[(blocks, rows)](
-        logits, peaks, columns, logits.stride(0), vocab, BLOCK=block, enable_fp_fusion=True, num_warps=warps
+        logits, peaks, columns, logits.stride(0), vocab, BLOCK=block, **launch_options(warps)
     )
     width = next_power_of_2(blocks)
-    greedy_row_kernel[(rows,)](
-        peaks, columns, tokens, blocks, NONE=invalid_token, WIDTH=width, enable_fp_fusion=True, num_warps=4
-    )
+    greedy_row_kernel[(rows,)](peaks, columns, tokens, blocks, NONE=invalid_token, WIDTH=width, **launch_options(4))
     return tokens
 
 
@@ -48,7 +46,6 @@ def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tenso
             ROWS=rows,
             WIDTH=next_power_of_2(rows),
             VERIFY=verify,
-            enable_fp_fusion=True,
-            num_warps=1,
+            **launch_options(1),
         )
     return out

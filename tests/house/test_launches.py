@@ -1,11 +1,18 @@
-"""Every launch of a kernel says whether products and sums may be fused: Triton's default depends on its version."""
+"""Every launch of a kernel takes the options that `launch_options` makes.
+
+They say that products and sums are fused: Triton's default depends on its version.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
+from deepseek_attn.kernels.common.plans import Choice, KernelPlan, LaunchBlock, launch_options, pdl_options
 from tests.house.test_imports import MODULES, syntax
+
+OPTIONS = re.compile(r"\b(launch_options|pdl_options|options)\b")
 
 
 def launches(tree: ast.AST) -> Iterator[ast.Call]:
@@ -18,16 +25,24 @@ def launches(tree: ast.AST) -> Iterator[ast.Call]:
                 yield node
 
 
-def states_fusion(launch: ast.Call) -> bool:
-    return any(word.arg == "enable_fp_fusion" and ast.unparse(word.value) == "True" for word in launch.keywords)
+def takes_options(launch: ast.Call) -> bool:
+    """A launch ends in ``**launch_options(...)``, ``**plan.options`` or a variable of such a name."""
+    return any(word.arg is None and OPTIONS.search(ast.unparse(word.value)) for word in launch.keywords)
 
 
-def test_every_launch_states_fusion():
+def test_options_state_fusion():
     """A rounding more between a product and a sum would change results, and cost instructions."""
+    assert launch_options() == {"enable_fp_fusion": True, "num_warps": 4, "launch_pdl": False}
+    assert pdl_options(8, True) == {"enable_fp_fusion": True, "num_warps": 8, "launch_pdl": True, "PDL": True}
+    plan = KernelPlan(Choice("a_kernel", LaunchBlock(64, 2), "any", ""), native_fp8=True, pdl=True)
+    assert plan.options == pdl_options(2, True)
+
+
+def test_every_launch_takes_options():
     found = {module: list(launches(syntax(module))) for module in MODULES}
     assert sum(map(len, found.values())) > 40
-    silent = [f"{m}:{launch.lineno}" for m, calls in found.items() for launch in calls if not states_fusion(launch)]
-    assert not silent, "pass enable_fp_fusion=True to these launches"
+    silent = [f"{m}:{launch.lineno}" for m, calls in found.items() for launch in calls if not takes_options(launch)]
+    assert not silent, "pass **launch_options(warps, pdl) or **plan.options to these launches"
 
 
 def test_every_kernel_has_such_a_name():
@@ -42,7 +57,7 @@ def test_every_kernel_has_such_a_name():
     assert not grids
 
 
-def test_a_launch_that_does_not_state_it_is_found():
-    source = "f.a_kernel[(1,)](x, num_warps=4)\nb_kernel[grid](x, enable_fp_fusion=True)\ntable[name](x)"
+def test_a_launch_without_options_is_found():
+    source = "f.a_kernel[(1,)](x, num_warps=4)\nb_kernel[grid](x, **plan.options)\ntable[name](x)"
     found = list(launches(ast.parse(source)))
-    assert [states_fusion(launch) for launch in sorted(found, key=lambda launch: launch.lineno)] == [False, True]
+    assert [takes_options(launch) for launch in sorted(found, key=lambda launch: launch.lineno)] == [False, True]
