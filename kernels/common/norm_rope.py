@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +15,76 @@ from deepseek_attn.kernels.common.invariance import in_row_tiles
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """``x * rsqrt(mean(x^2) + eps) [* weight]`` over the last dimension, in float32, cast once to ``x.dtype``."""
     x32 = x.float()
-    y = x32 * in_row_tiles(lambda rows: inverse_rms(rows, eps), x32)
+    if _trains_on_gpu(x32):
+        y = NormedRows.apply(x32, eps)[0]
+    else:
+        y = x32 * in_row_tiles(lambda rows: inverse_rms(rows, eps), x32)
     return (y if weight is None else y * weight).to(x.dtype)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """``rsqrt(mean(x^2) + eps)`` over the last dimension of float32 ``x [..., d]``: ``[..., 1]``."""
+    if _trains_on_gpu(x):
+        return InverseRms.apply(x, eps)
     squares = x.square()
     if x.device.type != "cpu":
         return torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
     # for one row, `mean` takes twice as long as `sum`; an operation with a Python number takes as long as with a tensor
     return torch.addcdiv(constant(eps), squares.sum(-1, keepdim=True), constant(float(x.shape[-1]))).rsqrt_()
+
+
+def _trains_on_gpu(x: Tensor) -> bool:
+    """Whether gradients of ``x`` are needed where passes over memory are what they cost."""
+    if x.device.type == "cpu" or not torch.is_grad_enabled():
+        return False
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack the module
+    return x.requires_grad or functorch.is_batchedtensor(x)
+
+
+def _inverse_norm(x: Tensor, eps: float) -> Tensor:
+    """`inverse_rms` without a tensor of squares."""
+    return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
+
+
+class InverseRms(torch.autograd.Function):
+    """`inverse_rms`; the backward pass writes one tensor of the size of ``x``, autograd's own four."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, eps: float) -> Tensor:
+        return _inverse_norm(x, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, inverse = ctx.saved_tensors
+        return x * (gradients[0] * inverse.pow(3) / -x.shape[-1]), None
+
+
+class NormedRows(torch.autograd.Function):
+    """``x * inverse_rms(x)``, and the factor; forward and backward write four tensors of the size of ``x``, not ten."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        inverse = _inverse_norm(x, eps)
+        return x * inverse, inverse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(inputs[0], output[1])  # callers rotate the other output in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, inverse = ctx.saved_tensors
+        along = (gradients[0] * x).mean(-1, keepdim=True) * inverse.pow(3)
+        return torch.addcmul(gradients[0] * inverse, x, along, value=-1), None
 
 
 @cache

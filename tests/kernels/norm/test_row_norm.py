@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deepseek_attn.kernels.common import norm_rope
 from deepseek_attn.kernels.norm import reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -73,3 +74,33 @@ def test_compiles(arch):
     both = lambda: (ops.rms_norm(x, EPS, weight), ops.add_rms_norm(x, x, EPS, weight))  # noqa: E731
     found = compiled_ops(arch, both)
     assert {name: len(kernels) for name, kernels in found.items()} == {"rms_norm_kernel": 2}
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_gradients_of_norms_in_few_passes(mapped):
+    """What trains on a GPU, in float64: gradients by finite differences, and values of the formula; under vmap too."""
+    x = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+
+    def normed(x):
+        return norm_rope.NormedRows.apply(x, EPS)[0]
+
+    def inverted(x):
+        return norm_rope.InverseRms.apply(x, EPS)
+
+    for op, expected in ((normed, x * inverse), (inverted, inverse)):
+        called = torch.func.vmap(op) if mapped else op
+        torch.testing.assert_close(called(x), expected)
+        assert torch.autograd.gradcheck(called, (x,))
+
+
+def test_the_norms_of_a_training_on_a_gpu_are_those_of_one_on_a_cpu(monkeypatch):
+    x, weight = torch.randn(7, 48, generator=torch.Generator().manual_seed(0)), torch.rand(48)
+    results = []
+    for trains in (False, True):
+        monkeypatch.setattr(norm_rope, "_trains_on_gpu", lambda x, trains=trains: trains)
+        leaf = x.clone().requires_grad_()
+        y = norm_rope.rms_norm(leaf, EPS, weight) * norm_rope.inverse_rms(leaf, EPS)
+        results.append((y, *torch.autograd.grad(y.square().sum(), leaf)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
