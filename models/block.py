@@ -119,7 +119,7 @@ class Block(BlockBase):
         """
         hc = self.attn_input(streams) if isinstance(streams, SublayerOutput) else self.collapse(streams)
         hc = self.ffn_input(hc.output(self.attn(hc.x, positions, step)))
-        output = hc.output(self.ffn(hc.x, token_ids))
+        output = hc.output(self.ffn(hc.x, token_ids, hc))
         return output if deferred else hc_post(*output)
 
     def collapse(self, streams: torch.Tensor) -> SublayerInput:
@@ -133,6 +133,14 @@ class Block(BlockBase):
     def ffn_input(self, output: SublayerOutput) -> SublayerInput:
         """The experts' input, from the attention."""
         return hc_post_pre(*output, self._hyper_connection("ffn", self.ffn_norm))
+
+    def expect_experts(self, hc: SublayerInput) -> torch.Tensor:
+        """Experts ``[T, k]`` that the router chooses for the streams before the experts of the previous block.
+
+        Args:
+            hc: the previous block's experts' input. Its output, and this block's attention, will change the streams.
+        """
+        return self.ffn.gate.predict(hc_pre(hc.streams, self._hyper_connection("ffn", self.ffn_norm))[0])
 
     def _hyper_connection(self, sublayer: str, norm: RMSNorm) -> HyperConnection:
         """The hyper-connection that collapses the streams for a sublayer."""

@@ -50,7 +50,14 @@ class DeepseekV32Block(BlockBase):
         """
         x, residual = self.attn_input((y, residual))
         x, residual = self.ffn_input((self.attn(x, step.positions, step), residual))
-        return self.ffn(x, token_ids) if isinstance(self.ffn, MoE) else self.parallel.sum(self.ffn(x)), residual
+        if isinstance(self.ffn, MoE):
+            return self.ffn(x, token_ids, residual), residual
+        return self.parallel.sum(self.ffn(x)), residual
+
+    def expect_experts(self, residual: torch.Tensor) -> torch.Tensor:
+        """Experts ``[T, k]`` that the router chooses for the residual before the experts of the previous block."""
+        assert isinstance(self.ffn, MoE)
+        return self.ffn.gate.predict(add_norm(self.ffn_norm, residual, None)[0])
 
     def attn_input(self, output: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
         """(the attention's input, the residual), from the last sublayer of the block before and its residual."""

@@ -39,7 +39,7 @@ class DeepseekV41Block(Block):
         """Output of the previous block, or the first streams -> output of this block."""
         hc = self.attn_input(output)
         hc = self.ffn_input(hc.output(self.attn(hc.x, step.positions, step)))
-        return hc.output(self.ffn(hc.x, token_ids))
+        return hc.output(self.ffn(hc.x, token_ids, hc))
 
     def forward_trailing(
         self, output: DelayedOutput, token_ids: torch.Tensor, step: StepMetadata, trailing: TrailingStep
@@ -50,7 +50,7 @@ class DeepseekV41Block(Block):
         if y is None:
             return None
         hc = self.ffn_input(DelayedInput(*map(trailing.take, hc)).output(y))
-        return hc.output(self.ffn(hc.x, trailing.take(token_ids)))
+        return hc.output(self.ffn(hc.x, trailing.take(token_ids), hc))
 
     def attn_input(self, output: DelayedOutput) -> DelayedInput:
         """The attention's input, from the last block."""
@@ -59,6 +59,11 @@ class DeepseekV41Block(Block):
     def ffn_input(self, output: DelayedOutput) -> DelayedInput:
         """The experts' input, from the attention."""
         return hc_delayed(*output, self._hyper_connection("ffn", self.ffn_norm))
+
+    def expect_experts(self, hc: DelayedInput) -> torch.Tensor:
+        """See `Block.expect_experts`. The attention's hyper-connection computes the weights of the collapse."""
+        pre = hc_delayed(hc.streams, hc.pre, self._hyper_connection("attn", self.attn_norm)).pre
+        return self.ffn.gate.predict(hc_collapse(hc.streams, pre, self.config, self.ffn_norm.weight))
 
     def add_memory(self, streams: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """The streams with the n-gram memory of the layer, if it has one: the input of `forward`."""

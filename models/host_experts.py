@@ -2,7 +2,8 @@
 
 * Few tokens: `fetch_experts` copies the experts that the tokens chose and the GPU lacks. The device finds them, so that
   CUDA graphs hold all of it. The copies run on a stream of their own: the first product waits for w1 and w3 alone.
-  Layers with hash routing begin with the step.
+  Layers with hash routing begin with the step. The bus would rest from a layer's last copy to the next layer's routing:
+  meanwhile `prefetch_experts` copies experts that the next layer's router chooses for the hidden state that is there.
 * Many tokens need nearly every expert: all experts that are not cached are copied ahead of the routing, while the
   layers before compute. The host reads once per step which experts are cached and lets the GPU's copy engine do it:
   copies by a kernel are slower (50.5 and 55.3 GB/s, H200), and products start late on multiprocessors that copy.
@@ -12,20 +13,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deepseek_attn.kernels.moe import ExpertSlots, HostExperts, count_expert_uses, fetch_experts
+from deepseek_attn.kernels.moe import (
+    ExpertSlots,
+    HostExperts,
+    count_expert_uses,
+    fetch_experts,
+    prefetch_experts,
+)
 from deepseek_attn.kernels.moe.types import copied_parts, expert_parts
 from deepseek_attn.layers.expert_memory import ExpertStats
 from deepseek_attn.models.expert_rows import HOST_AREAS, RowRange, Stacks, divide_rows
+from deepseek_attn.utils.device import run_beside
 from deepseek_attn.utils.sizes import show_bytes
 
 STREAM_LOAD = 2
 """Pairs of a token and an expert, per expert of the layer, from which on all experts are copied ahead: of random
 routings 0.86 of the experts are needed then."""
+
+AHEAD_COPIES = 2
+"""Experts of a layer that are copied before its routing is known. There is time for them from the copies of one layer
+to the routing of the next, 130 (one token) to 390 us (16 tokens) of V4-Flash on an H200; the bus takes 270 us for an
+expert. More would not be begun in this time."""
+AHEAD_LOAD = 0.5
+"""Pairs of a token and an expert, per expert of the layer on all ranks, up to which experts are copied ahead. Near it,
+at 16 tokens, steps of V4-Flash take 13 to 31 times as long as their computation, which is all that they can hide."""
+
+
+class NextLayer(NamedTuple):
+    """The layer that a step calls after another one.
+
+    Attributes:
+        experts: of the layer.
+        predict: experts ``[T, k]`` that its router chooses for the hidden state before the experts of the other layer.
+        most_pairs: of a token and an expert, for which experts are predicted.
+    """
+
+    experts: LayerExperts
+    predict: Callable[[Any], Tensor]
+    most_pairs: int
 
 
 class LayerExperts:
@@ -38,6 +69,7 @@ class LayerExperts:
         successor: the next layer that uses the same area.
         known: row of each expert, -1 for others, as the host read them for this step; None: not read.
         lookup: experts ``[T, k]`` of token ids ``[T]``, of a layer with hash routing.
+        next_layer: whose experts are predicted and copied ahead; None: of no layer.
     """
 
     def __init__(self, state: HostExperts, area: int, stream: torch.cuda.Stream | None):
@@ -45,6 +77,8 @@ class LayerExperts:
         self.successor: LayerExperts | None = None
         self.known: list[int] | None = None
         self.lookup: Callable[[Tensor], Tensor] | None = None
+        self.next_layer: NextLayer | None = None
+        self._guessed: _Guess | None = None
         self._fetched: ExpertSlots | None = None
         self._arrived: torch.cuda.Event | None = None
         self._is_ahead = self._hands_over = False
@@ -76,12 +110,39 @@ class LayerExperts:
             return fetched
         experts, wants_all = experts.contiguous(), self.wants_all(experts.numel())
         if not self._is_ahead and not wants_all:
-            return fetch_experts(self.state, experts, self.stream)
+            return fetch_experts(self.state, experts, self.stream, self._wait_for_guess())
         self.copy_ahead()
         self.finish()
         self._hands_over = wants_all
         count_expert_uses(self.state, experts)
         return ExpertSlots(self.state.found)
+
+    def look_ahead(self, hidden: Any, experts: Tensor) -> None:
+        """Predicts experts of the next layer from a hidden state, and copies those that are missing beside all else.
+
+        Not for many tokens, nor for a layer that has all experts, fetched them already or copies all of them.
+
+        Args:
+            hidden: for `NextLayer.predict`; experts: the routing of this layer, whose copies are launched.
+        """
+        if self.next_layer is None:
+            return
+        layer, predict, most_pairs = self.next_layer
+        busy = layer.has_all or layer._is_ahead or layer._fetched is not None or layer.known is not None
+        if busy or not 0 < experts.numel() <= most_pairs:
+            return
+        device = layer.state.row.device
+        _, chosen = run_beside(
+            lambda: prefetch_experts(layer.state, predict(hidden).contiguous(), layer.stream), device
+        )
+        layer._guessed = _Guess(hidden, chosen)
+
+    def _wait_for_guess(self) -> bool:
+        """Lets the next launches wait until experts to copy ahead are chosen; whether there were any for this call."""
+        guessed, self._guessed = self._guessed, None
+        if guessed is not None and guessed.chosen is not None:
+            guessed.chosen.wait()
+        return guessed is not None
 
     def release(self) -> None:
         """The layer's products are launched: its area is the successor's, which is copied ahead as this one was."""
@@ -120,6 +181,8 @@ class LayerExperts:
         """Lets the next launches wait for copies ahead, used or not."""
         if self._arrived is not None:
             self._arrived.wait()
+        if self._wait_for_guess() and self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         self._is_ahead, self._hands_over, self._arrived, self.known, self._fetched = False, False, None, None, None
 
     def _copy_missing(self) -> None:
@@ -135,6 +198,18 @@ class LayerExperts:
             place += end - first
         rows = torch.tensor(found, dtype=torch.int32, device="cpu", pin_memory=self.stream is not None)
         state.found.copy_(rows, non_blocking=True)
+
+
+class _Guess(NamedTuple):
+    """A prediction whose copies are launched.
+
+    Attributes:
+        hidden: its input, which keeps its memory until another stream has read it.
+        chosen: event of another stream that completes the choice of experts; None: earlier launches do.
+    """
+
+    hidden: Any
+    chosen: torch.cuda.Event | None
 
 
 def _missing_runs(rows: list[int]) -> Iterator[tuple[int, int]]:
@@ -201,12 +276,13 @@ class ExpertRows:
     @property
     def stats(self) -> ExpertStats:
         """Uses of experts by tokens that fetched them; waits for the device. Prompts, which copy all, do not count."""
-        uses, misses, nbytes = 0, 0, 0
+        stats = ExpertStats()
         for layer in self.layers:
-            needed, copied = layer.state.totals.tolist()
-            uses, misses = uses + needed, misses + copied
-            nbytes += copied * sum(part[0].nbytes for part in expert_parts(layer.state.host))
-        return ExpertStats(uses - misses, misses, nbytes)
+            needed, fetched, right, wrong = layer.state.totals.tolist()
+            stats.count(needed - fetched - right, needed)
+            stats.ahead, stats.dropped = stats.ahead + right, stats.dropped + wrong
+            stats.bytes_read += (fetched + right) * sum(part[0].nbytes for part in expert_parts(layer.state.host))
+        return stats
 
     def describe(self) -> str:
         """One line for people."""
@@ -214,7 +290,8 @@ class ExpertRows:
         return (
             f"experts: {self.cached} of {count} per layer on the GPU ({show_bytes(self.nbytes)} with the experts of "
             f"prompts); {stats.hits:,} of {stats.hits + stats.misses:,} uses were there ({stats.hit_rate:.0%}), "
-            f"{show_bytes(stats.bytes_read)} fetched"
+            f"{show_bytes(stats.bytes_read)} fetched; {stats.ahead:,} of the {stats.misses:,} others were predicted, "
+            f"and {stats.dropped:,} that were not needed"
         )
 
     def begin(self, token_ids: Tensor, topk: int) -> None:
@@ -257,6 +334,6 @@ def _with_first_experts(host: Stacks, rows: RowRange, row: Tensor) -> HostExpert
     row[:cached] = owner + first
     return HostExperts(
         host, stacks, row, owner, filled(0, E), first, staged, filled(0, E), filled(0, 2, E), filled(0, 1),
-        torch.zeros(2, dtype=torch.int64, device=device), copied_parts(host[:2], stacks[:2]),
-        copied_parts(host[2:], stacks[2:]),
+        filled(-1, 2, AHEAD_COPIES), torch.zeros(4, dtype=torch.int64, device=device),
+        copied_parts(host[:2], stacks[:2]), copied_parts(host[2:], stacks[2:]), copied_parts(host, stacks),
     )  # fmt: skip

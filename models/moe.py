@@ -91,6 +91,10 @@ class Gate(CheckpointModule):
         options = self.topk, self.score, self.factor, self.normalize, bias, self.groups, hashed
         return moe_route(x, self.weight, *options)[0]
 
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        """The expert ids of `forward` of a layer without hash routing, for an x that is not yet its final one."""
+        return self(x, x.new_empty(0, dtype=torch.int64))[0]
+
     def lookup(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The expert ids of `forward` of a layer with hash routing, which follow from the token ids alone."""
         experts = self.tid2eid[token_ids]
@@ -201,10 +205,12 @@ class Experts(CheckpointModule):
         weights: torch.Tensor,
         add: torch.Tensor | None = None,
         add_ready: torch.cuda.Event | None = None,
+        hidden: Any = None,
     ) -> torch.Tensor:
         """Weighted sum of each token's experts: ``x [T, D]``, ``experts`` and ``weights [T, k]`` -> float32 ``[T, D]``.
 
         With ``add [T, D]``, the dtype of x: the sum is rounded after the addition, which waits for ``add_ready``.
+        ``hidden``: see `MoE.forward`.
         """
         options = self.limit, self.weigh_output, self.w1.input_format, add, self.count, add_ready
         if self.memory.kind == DISK and self.rows is None:
@@ -213,6 +219,8 @@ class Experts(CheckpointModule):
         if self.rows is None:
             return moe_experts(x, experts, weights, *self.stacks(), *options)
         slots = self.rows.find(experts)
+        if hidden is not None:
+            self.rows.look_ahead(hidden, experts)
         out = moe_experts(x, experts, weights, *self.rows.stacks, *options, slots=slots)
         self.rows.release()
         return out
@@ -300,12 +308,16 @@ class MoE(CheckpointModule):
         self.shared_experts = MLP(config.hidden_size, inner, limit, numerics, dtype, device, split)
 
     @traced("moe")
-    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """``x [T, hidden_size]``, ``token_ids [T]`` -> ``[T, hidden_size]``."""
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor, hidden: Any = None) -> torch.Tensor:
+        """``x [T, hidden_size]``, ``token_ids [T]`` -> ``[T, hidden_size]``.
+
+        hidden: the block's state before its experts, from which the next block predicts its own; see `expect_experts`.
+        """
         shared = self._shared(x)
         everyone = self.parallel.gather_tokens(x)
         token_ids = self.parallel.gather_tokens(token_ids) if self.gate.hash else token_ids
-        return self.parallel.sum_experts(self.experts(everyone, *self.gate(everyone, token_ids), *shared), len(x))
+        routed = self.experts(everyone, *self.gate(everyone, token_ids), *shared, hidden)
+        return self.parallel.sum_experts(routed, len(x))
 
     def mixture(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """This rank's routed experts and its part of the shared one: ``experts`` and ``weights [T, k]`` of a gate."""

@@ -8,7 +8,10 @@
 * ``experts``: the routed experts of all layers of a model as one CUDA graph, with random tokens and routings.
 * ``model``: a whole model with random weights, decode steps as CUDA graphs and a prompt, and its memory beside that
   which ``deepseek-attn plan`` predicts. Routers are computed, and then replaced by the same random routings. ``--soak``
-  repeats decode steps under routings that shift every few seconds, and compares the logits of a text meanwhile.
+  repeats decode steps under routings that shift every few seconds, and compares the logits of a text meanwhile. How
+  well a router predicts the next layer's is a property of trained weights: ``--shares`` sets which part of the
+  predicted experts are those of the routing. The others are drawn by the same law. The prediction is computed all the
+  same, and its own accuracy for random weights is reported once.
 
 Routings are uniform, or follow Zipf's law with exponent 1 over the experts of each layer in an order of its own; each
 step draws anew. The limit of the bus is the bytes of the experts that a step copied over the rate of cudaMemcpy.
@@ -28,8 +31,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +57,7 @@ from deepseek_attn.models.host_experts import ExpertRows, LayerExperts
 from deepseek_attn.models.moe import Experts, Gate, MoE
 from deepseek_attn.runner import ModelRunner, build
 from deepseek_attn.runner.graphs import DecodeGraphs
-from deepseek_attn.runner.host_experts import give_rows
+from deepseek_attn.runner.host_experts import give_rows, predict_experts
 from deepseek_attn.utils.device import peak_memory, pinned_empty
 from deepseek_attn.utils.files import write_text
 
@@ -62,6 +66,7 @@ COPY_SIZES = [(8, 4), (16, 4), (32, 4), (64, 4), (132, 4), (264, 4), (8, 16), (1
 STEPS, SECONDS = 150, 2.5  # of a routing before it is timed, and as often while it is timed
 SETTLING = 400  # steps after which the residents have followed a routing: counts of use halve in 44
 SHIFT_SECONDS, SOAK_BATCH = 5.0, 4  # of a routing of the soak, and requests of its steps
+SOAK_SHARE = 0.8  # of the soak's predictions that are right
 
 
 def main() -> None:
@@ -75,6 +80,9 @@ def main() -> None:
     parser.add_argument("--cache-bytes", type=memory_size, help="bytes of rows on the GPU; default: all that is free")
     parser.add_argument("--gpu", default="h200", help="whose memory `plan` predicts (default: h200)")
     parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument(
+        "--shares", type=shares, default=[0.0, 0.5, 0.8, 1.0], help="right parts of predictions; 'none': none is made"
+    )
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -101,6 +109,10 @@ def main() -> None:
         write_text(args.out, text + "\n")
     print(text, flush=True)
     sys.exit(any("error" in found[part] for part in args.parts.split(",")))
+
+
+def shares(text: str) -> list[float]:
+    return [] if text == "none" else [float(part) for part in text.split(",")]
 
 
 def say(text: str) -> None:
@@ -257,11 +269,14 @@ class Bench:
 
     # --- routings ---
 
-    def routings(self, kind: str, layers: int, T: int, topk: int, E: int, seed: int = 1) -> Iterator[Tensor]:
-        """Expert ids ``[layers, T, topk]`` of one step after the other, on the device."""
-        generator = torch.Generator(self.device).manual_seed(seed)
+    def routings(
+        self, kind: str, layers: int, T: int, topk: int, E: int, seed: int = 1, law: int | None = None
+    ) -> Iterator[Tensor]:
+        """Expert ids ``[layers, T, topk]`` of one step after the other, on the device; law: seed of Zipf's order."""
         weight = 1 / torch.arange(1, E + 1, device=self.device, dtype=torch.float32)
-        order = torch.rand(layers, E, device=self.device, generator=generator).argsort(1)
+        ordering = torch.Generator(self.device).manual_seed(seed if law is None else law)
+        order = torch.rand(layers, E, device=self.device, generator=ordering).argsort(1)
+        generator = torch.Generator(self.device).manual_seed(1000 + seed)
         log_weight = weight.log()[order] if kind == "zipf" else torch.zeros(layers, E, device=self.device)
         while True:
             # the largest of log-probabilities with Gumbel noise: drawn without replacement
@@ -269,38 +284,52 @@ class Bench:
             yield (log_weight[:, None] - (-uniform.log()).log()).topk(topk, -1).indices
 
     def steps(
-        self, rows: ExpertRows, layers: int, ids: Tensor, run: Callable[[], object], kind: str
-    ) -> dict[str, float]:
-        """Medians of steps under a routing: seconds, experts copied, share of needed experts already on the GPU."""
-        E = len(rows.layers[0].state.row)
-        moved = [layer.state.num_moves for layer in rows.layers[:layers]]
-        drawn = self.routings(kind, layers, ids.shape[1], ids.shape[2], E)
-        if kind == "zipf" and self.device.type == "cuda":
+        self, rows: ExpertRows, ids: Tensor, run: Callable[[], object], kind: str, guess: Guess | None = None,
+        settled: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Means of steps under a routing: seconds, experts copied, share of needed experts already on the GPU.
+
+        Args:
+            ids: ``[layers, T, topk]``, which steps read; guess: the prediction that they read as well.
+            settled: residents follow the routing since the last call.
+        """
+        (layers, T, topk), E = ids.shape, len(rows.layers[0].state.row)
+        totals = [layer.state.totals for layer in rows.layers[:layers]]
+        drawn, others = (self.routings(kind, layers, T, topk, E, order, 1) for order in (1, 2))
+        if kind == "zipf" and self.device.type == "cuda" and not settled:
             self.settle(rows, layers, drawn)
         deadline, number = time.perf_counter() + self.args.seconds, 0
-        while number < STEPS and time.perf_counter() < deadline:
+
+        def draw() -> None:
             ids.copy_(next(drawn))
+            if guess is not None:
+                is_right = torch.rand(ids.shape, device=ids.device) < guess.share
+                guess.ids.copy_(torch.where(is_right, ids, next(others)))
+
+        while number < STEPS and time.perf_counter() < deadline:
+            draw()
             run()
             self.synchronize()
             number += 1
-        times, copied, needed = [], [], []
+        times: list[float] = []
+        before = torch.stack(totals).sum(0)
         deadline = time.perf_counter() + self.args.seconds
         while len(times) < 5 or (len(times) < STEPS and time.perf_counter() < deadline):
-            ids.copy_(next(drawn))
+            draw()
             self.synchronize()
             begin = time.perf_counter()
             run()
             self.synchronize()
             times.append(time.perf_counter() - begin)
-            copied.append(int(torch.cat(moved).sum()))
-            chosen = torch.zeros(layers, E, dtype=torch.bool, device=self.device)
-            needed.append(int(chosen.scatter_(1, ids.flatten(1), True).sum()))
+        needed, fetched, ahead, dropped = ((torch.stack(totals).sum(0) - before) / len(times)).tolist()
+        if guess is not None:
+            guess.ids.copy_(ids)
         there = self.timed(run, 5)  # the same routing again: all experts are there, or in rows of the call
         return {
             "seconds": statistics.mean(times), "median_seconds": statistics.median(times), "steps": len(times),
-            "steps_before": number, "copied": statistics.mean(copied), "needed": statistics.mean(needed),
-            "hit_rate": 1 - sum(copied) / sum(needed), "seconds_all_there": there,
-        }  # fmt: skip
+            "steps_before": number, "copied": fetched + ahead, "needed": needed,
+            "hit_rate": 1 - (fetched + ahead) / needed, "seconds_all_there": there,
+        } | ({} if guess is None else {"share": guess.share, "ahead": ahead, "dropped": dropped})  # fmt: skip
 
     def settle(self, rows: ExpertRows, layers: int, drawn: Iterator[Tensor]) -> None:
         """Lets cached experts follow a routing for `SETTLING` steps that copy nothing, then copies what rows lack."""
@@ -335,12 +364,16 @@ class Bench:
 
     def report(self, what: str, result: dict[str, Any], tokens: int) -> None:
         ratio = result["over_bus"]
+        ahead = ""
+        if "ahead" in result:
+            part = result["ahead"] / max(result["copied"], 1e-9)
+            ahead = f"; {part:.3f} of the copies predicted, {result['dropped']:.1f} others dropped"
         say(
             f"  {what}: {result['seconds'] * 1e3:8.2f} ms, {tokens / result['seconds']:8.1f} tokens/s; "
             f"bus {result['bus_seconds'] * 1e3:8.2f} ms, ratio {f'{ratio:.3f}' if ratio else '-'}; "
             f"hit rate {result.get('hit_rate', 0):.3f}; all there {result['seconds_all_there'] * 1e3:.2f} ms, "
             f"ratio to the longer {result['over_limit']:.3f}; "
-            f"{result.get('steps_before', 0)} + {result.get('steps', 0)} steps"
+            f"{result.get('steps_before', 0)} + {result.get('steps', 0)} steps{ahead}"
         )
 
     # --- experts alone ---
@@ -375,7 +408,7 @@ class Bench:
             weights = torch.rand(T, k, device=device)
             run = self.graph(lambda x=x, ids=ids, weights=weights: compute(x, ids, weights))
             for kind in ("uniform", "zipf"):
-                result = self.steps(rows, layers, ids, run, kind)
+                result = self.steps(rows, ids, run, kind)
                 results[f"{kind}, batch {T}"] = result = self.with_limit(result, result["copied"], nbytes)
                 self.report(f"{kind:7} batch {T:2}", result, T)
         T = self.args.prompt
@@ -429,6 +462,8 @@ class Bench:
                 say(f"  {runner}, loaded in {loaded:.1f} s")
                 results = self.time_model(runner, given) | {"load_seconds": loaded}
                 if self.args.soak:
+                    if self.args.out is not None:  # in case the soak is cut off
+                        write_text(self.args.out, json.dumps({"config": self.args.model, "model": results}) + "\n")
                     results["soak"] = self.soak(runner, given)
                 return results | self.memory(predicted)
 
@@ -465,7 +500,7 @@ class Bench:
             )
         return found
 
-    def time_model(self, runner: ModelRunner, given: dict[int, list[Tensor]]) -> dict[str, Any]:
+    def time_model(self, runner: ModelRunner, given: Given) -> dict[str, Any]:
         config, T, rows = self.config, self.args.prompt, runner.expert_rows
         if rows is None:
             rows = rows_on_cpu(runner)
@@ -487,19 +522,28 @@ class Bench:
         self.synchronize()
         say(f"  first prompt, with kernels that are compiled meanwhile: {time.perf_counter() - begin:.1f} s")
         self.prompt(results, prompt, layers * (E - rows.cached), nbytes)
-        context = T + 1
+        if self.args.shares:
+            results["router"] = given.accuracy(runner, [7 * i % config.vocab_size for i in range(16)])
+            say(f"  predictions of the router, random weights: {results['router']:.3f} of a token's experts are right")
         for batch in self.args.batches:
             ids = next(self.routings("uniform", layers, batch, k, E))
-            given[batch] = list(ids)
-            with decode_step(runner, batch, context) as run, runner.op_settings(), torch.inference_mode():
-                for kind in ("uniform", "zipf"):
-                    result = self.steps(rows, layers, ids, run, kind)
-                    results[f"{kind}, batch {batch}"] = result = self.with_limit(result, result["copied"], nbytes)
-                    self.report(f"{kind:7} batch {batch:2}", result, batch)
-            del given[batch]
+            guessed = ids.clone()
+            given.routings[batch], given.guesses[batch] = list(ids), list(guessed)
+            for guesses in ([None], [Guess(guessed, share) for share in self.args.shares]):
+                if not guesses:
+                    continue
+                with copies_ahead(rows, guesses != [None]), decode_step(runner, batch, T + 1) as run:
+                    for kind in ("uniform", "zipf"):
+                        for guess in guesses:
+                            with runner.op_settings(), torch.inference_mode():
+                                result = self.steps(rows, ids, run, kind, guess, guess is not guesses[0])
+                            name = f"{kind}, batch {batch}" + ("" if guess is None else f", ahead {guess.share}")
+                            results[name] = result = self.with_limit(result, result["copied"], nbytes)
+                            self.report(f"{name:28}", result, batch)
+            del given.routings[batch], given.guesses[batch]
         return results
 
-    def soak(self, runner: ModelRunner, given: dict[int, list[Tensor]]) -> dict[str, Any]:
+    def soak(self, runner: ModelRunner, given: Given) -> dict[str, Any]:
         """Decode steps under routings that shift, with the logits of a text and the memory between them."""
         config, T = self.config, min(300, self.args.prompt)
         E, k, layers = config.n_routed_experts, config.num_experts_per_tok, len(config.layers)
@@ -510,7 +554,8 @@ class Bench:
             return [row.view(torch.int32) for row in (*runner.score([text]), *runner.score([text[:6]], chunk_size=1))]
 
         expected, ids = logits(), next(self.routings("uniform", layers, SOAK_BATCH, k, E))
-        given[SOAK_BATCH] = list(ids)
+        guessed = ids.clone()
+        given.routings[SOAK_BATCH], given.guesses[SOAK_BATCH] = list(ids), list(guessed)
         rounds: list[dict[str, Any]] = []
         deadline = time.perf_counter() + 60 * self.args.soak
         with decode_step(runner, SOAK_BATCH, len(text)) as run:
@@ -520,6 +565,8 @@ class Bench:
                 while not steps or time.perf_counter() < shift:
                     with torch.inference_mode():
                         ids.copy_(next(drawn))
+                        is_right = torch.rand(ids.shape, device=ids.device) < SOAK_SHARE
+                        guessed.copy_(torch.where(is_right, ids, (ids + 1) % E))
                         run()
                     self.synchronize()
                     steps += 1
@@ -528,7 +575,7 @@ class Bench:
                 rounds.append(
                     {"steps": steps, "same": same, "used_gpu_bytes": total - free, "peak_host_bytes": peak_memory()}
                 )
-        del given[SOAK_BATCH]
+        del given.routings[SOAK_BATCH], given.guesses[SOAK_BATCH]
         finite = all(bool(row.view(torch.float32).isfinite().all()) for row in expected)
         stats = runner.expert_rows.stats if runner.expert_rows is not None else None
         result = {
@@ -537,6 +584,7 @@ class Bench:
             "used_gpu_bytes": [rounds[0]["used_gpu_bytes"], rounds[-1]["used_gpu_bytes"]],
             "peak_host_bytes": [rounds[0]["peak_host_bytes"], rounds[-1]["peak_host_bytes"]],
             "hit_rate": stats.hit_rate if stats else None, "bytes_read": stats.bytes_read if stats else None,
+            "ahead": stats.ahead if stats else None, "dropped": stats.dropped if stats else None,
         }  # fmt: skip
         say(f"  soak: {result}")
         return result
@@ -631,27 +679,85 @@ def shared_experts(hosts: Sequence[Stacks]) -> Iterator[None]:
         loader._load, build.hold_experts, build.available_memory = load, hold, available
 
 
+class Guess(NamedTuple):
+    """A prediction that steps read: ids of the shape of the routing's, of which a ``share`` is right."""
+
+    ids: Tensor
+    share: float
+
+
+@dataclass
+class Given:
+    """Experts that replace those of routers, by the number of tokens: int64 ``[T, k]`` of each layer.
+
+    Attributes:
+        routings, guesses: of routers, and of their predictions.
+        made: while predictions are recorded: (gate, experts) of predictions and of routings, as they come.
+    """
+
+    routings: dict[int, list[Tensor]] = field(default_factory=dict)
+    guesses: dict[int, list[Tensor]] = field(default_factory=dict)
+    made: list[tuple[str, Gate, Tensor]] | None = None
+
+    def accuracy(self, runner: ModelRunner, text: list[int]) -> float:
+        """Share of the experts of a text's tokens, in layers with predictions, that the routers themselves predict."""
+        self.made = []
+        runner.score([text])
+        right = needed = 0
+        predicted: dict[int, Tensor] = {}
+        for kind, gate, experts in self.made:
+            if kind == "guess":
+                predicted[id(gate)] = experts
+            elif (guess := predicted.pop(id(gate), None)) is not None:
+                right += int((guess[:, :, None] == experts[:, None]).any(1).sum())
+                needed += experts.numel()
+        self.made = None
+        return right / max(1, needed)
+
+
 @contextmanager
-def given_routings() -> Iterator[dict[int, list[Tensor]]]:
-    """Routers return given experts in this context: by the number of tokens, int64 ``[T, k]`` of each layer."""
-    given: dict[int, list[Tensor]] = {}
-    forward, lookup = Gate.forward, Gate.lookup
+def given_routings() -> Iterator[Given]:
+    """Routers return given experts in this context."""
+    given = Given()
+    forward, lookup, predict = Gate.forward, Gate.lookup, Gate.predict
     numbers_of: dict[int, int] = {}
 
-    def chosen(gate: Gate, experts: Tensor) -> Tensor:
+    def chosen(gate: Gate, experts: Tensor, others: dict[int, list[Tensor]]) -> Tensor:
         number = numbers_of.setdefault(id(gate), len(numbers_of))
-        layers = given.get(len(experts))
+        layers = others.get(len(experts))
         return experts if layers is None or number >= len(layers) else layers[number]
 
     def replaced(self: Gate, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         experts, weights = forward(self, x, token_ids)
-        return chosen(self, experts), weights
+        if given.made is not None:
+            given.made.append(("routing", self, experts))
+        return chosen(self, experts, given.routings), weights
 
-    Gate.forward, Gate.lookup = replaced, lambda self, token_ids: chosen(self, lookup(self, token_ids))
+    def guessed(self: Gate, x: Tensor) -> Tensor:
+        experts = forward(self, x, x.new_empty(0, dtype=torch.int64))[0]
+        if given.made is not None:
+            given.made.append(("guess", self, experts))
+        return chosen(self, experts, given.guesses)
+
+    Gate.forward, Gate.predict = replaced, guessed
+    Gate.lookup = lambda self, token_ids: chosen(self, lookup(self, token_ids), given.routings)
     try:
         yield given
     finally:
-        Gate.forward, Gate.lookup = forward, lookup
+        Gate.forward, Gate.lookup, Gate.predict = forward, lookup, predict
+
+
+@contextmanager
+def copies_ahead(rows: ExpertRows, enabled: bool) -> Iterator[None]:
+    """Without ``enabled``, steps that are captured in this context predict nothing."""
+    kept = [layer.next_layer for layer in rows.layers]
+    for layer, following in zip(rows.layers, kept, strict=True):
+        layer.next_layer = following if enabled else None
+    try:
+        yield
+    finally:
+        for layer, following in zip(rows.layers, kept, strict=True):
+            layer.next_layer = following
 
 
 def rows_on_cpu(runner: ModelRunner) -> ExpertRows:
@@ -659,6 +765,7 @@ def rows_on_cpu(runner: ModelRunner) -> ExpertRows:
     layers = [module for module in runner.model.layers.modules() if isinstance(module, MoE)]
     rows = ExpertRows.of([layer.experts.stacks() for layer in layers], runner.device, None)
     give_rows(layers, (), rows)
+    predict_experts(runner.whole_model())
     rows.watch(runner.model, runner.config.num_experts_per_tok)
     return rows
 

@@ -59,11 +59,15 @@ class ExpertStats:
     Attributes:
         hits: uses of experts that were on the device; misses: uses of experts that had to be read.
         bytes_read: bytes of weights and scales that misses read.
+        ahead: misses whose copies were begun before their routing was known, by prediction; dropped: copies that were
+            begun so for experts that no token needed, and ended when the routing was known. Their bytes do not count.
     """
 
     hits: int = 0
     misses: int = 0
     bytes_read: int = 0
+    ahead: int = 0
+    dropped: int = 0
 
     def count(self, hits: int, uses: int) -> None:
         """Counts the uses of one layer in one step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.layers.expert_memory import HOST, ExpertMemory
 from deepseek_attn.models.block import Backbone
-from deepseek_attn.models.host_experts import ExpertRows
+from deepseek_attn.models.host_experts import AHEAD_LOAD, ExpertRows, LayerExperts, NextLayer
 from deepseek_attn.models.moe import MoE
 
 STEP_BYTES, STEP_BYTES_PER_TOKEN = 2 << 30, 384 << 10
@@ -44,6 +45,7 @@ def hold_experts(
         budget = free - STEP_BYTES - STEP_BYTES_PER_TOKEN * tokens
     rows = ExpertRows.of([layer.experts.stacks() for layer in layers], device, budget, len(in_turn))
     give_rows(in_turn, drafting, rows)
+    predict_experts(model)
     rows.watch(model, config.num_experts_per_tok)
     return rows
 
@@ -56,3 +58,13 @@ def give_rows(in_turn: Sequence[MoE], drafting: Sequence[MoE], rows: ExpertRows)
         # with data-parallel attention, experts see the tokens of all ranks
         if layer.gate.hash and not layer.parallel.dp_attention:
             held.lookup = layer.gate.lookup
+
+
+def predict_experts(model: Backbone) -> None:
+    """Lets layers copy experts of their next layer ahead, where it has a router that scores and rows of its own."""
+    for block, following in pairwise(model.layers.values()):
+        if isinstance(block.ffn, MoE) and isinstance(following.ffn, MoE) and not following.ffn.gate.hash:
+            rows, others = block.ffn.experts.rows, following.ffn.experts.rows
+            if isinstance(rows, LayerExperts) and isinstance(others, LayerExperts):
+                most_pairs = int(AHEAD_LOAD * following.ffn.experts.count)
+                rows.next_layer = NextLayer(others, following.expect_experts, most_pairs)

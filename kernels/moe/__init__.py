@@ -117,7 +117,9 @@ def moe_experts(
     )
 
 
-def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None) -> ExpertSlots:
+def fetch_experts(
+    cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None, prefetched: bool = False
+) -> ExpertSlots:
     """Copies the needed experts that the device lacks from host memory; returns the row of each expert.
 
     The device chooses the experts to copy, so the host does not wait, and CUDA graphs can capture the call.
@@ -131,6 +133,9 @@ def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream
             has no row left go to the rows from ``staged`` on, in order of their ids.
         stream: runs the copies, w1 and w3 first, so that the first product does not wait for w2. None: the copies run
             on the current stream. CUDA only.
+        prefetched: `prefetch_experts` was called for these tokens, with the same ``stream``, and the current stream is
+            behind its choice. Experts that it chose and that are not needed lose their rows, wherever their copies are:
+            the rows of later calls do not depend on time.
 
     Returns:
         Slots for `moe_experts`. ``rows`` is ``cache.found``; its values are undefined for experts that are not needed.
@@ -142,7 +147,26 @@ def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream
     Raises:
         ValueError: experts that are not integers, or tensors of the cache that do not fit.
     """
-    return (launch if runs_triton(cache.row) else reference).fetch_experts(cache, experts, stream)
+    return (launch if runs_triton(cache.row) else reference).fetch_experts(cache, experts, stream, prefetched)
+
+
+def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    """Copies predicted experts that the device lacks from host memory, before the routing is known.
+
+    `fetch_experts` with the routing must follow, with ``prefetched=True``: it ends copies of other experts. Nothing may
+    read the rows of the layer between both calls. Results do not depend on the prediction.
+
+    Args:
+        cache: of the layer. ``row`` and ``owner`` are updated, ``ahead`` is written.
+        predicted: contiguous ids ``[T, k]`` in order of falling score, -1 for experts of other ranks. As many as
+            ``ahead`` has room for are copied: first every token's first expert, then every token's second one. They
+            evict experts as `fetch_experts` does, but no predicted ones, and use no rows from ``staged`` on.
+        stream: runs the copies. None: they run on the current stream. CUDA only.
+
+    Raises:
+        ValueError: ids that are not integers, more than 8192 of them, or tensors of the cache that do not fit.
+    """
+    (launch if runs_triton(cache.row) else reference).prefetch_experts(cache, predicted, stream)
 
 
 def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:

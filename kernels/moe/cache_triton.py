@@ -1,7 +1,11 @@
-"""Triton device code of `fetch_experts`: chooses experts to copy and their rows, and copies from host memory.
+"""Triton device code of `fetch_experts` and `prefetch_experts`: chooses experts and rows, copies from host memory.
 
 Only the device knows the number of copies: the copying programs read it and divide the copies among themselves.
 They read pinned host memory by its address, over the bus, and write rows of stacks in the GPU's memory.
+
+    main stream:  ... router n -- choose_rows n -- products n, attention n + 1, router n + 1 -- choose_rows n + 1 ...
+    side stream:                      +-- predicted n + 1 -- choose_ahead n + 1                     | drops
+    copies:                           +-- fetched n ------------ +-- ahead n + 1 ..................-+- fetched n + 1
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ _KEPT = tl.constexpr((2**31 - 1) << 32)  # key of rows that this call needs: beh
 
 
 class CacheState(NamedTuple):
-    """Tensors of `HostExperts` that `choose_rows_kernel` reads and writes."""
+    """Tensors of `HostExperts` that `choose_rows_kernel` and `choose_ahead_kernel` read and write."""
 
     row: Any
     owner: Any
@@ -27,6 +31,7 @@ class CacheState(NamedTuple):
     found: Any
     moves: Any
     num_moves: Any
+    ahead: Any
     totals: Any
 
 
@@ -42,7 +47,7 @@ def choose_rows_kernel(
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FETCH: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: counts uses, and lists the experts to copy in order of their ids, with their rows.
@@ -50,7 +55,9 @@ def choose_rows_kernel(
     Args:
         experts_ptr: ``[pairs]``, -1 for experts of other ranks.
         cache: `CacheState`; num_rows, first, staged: S, and rows, of `HostExperts`.
-        BINS, ROWS: powers of two, more than E and at least E. FETCH: False: only uses are counted.
+        BINS, ROWS: powers of two, more than E and at least E.
+        AHEAD: entries of ``cache.ahead`` that `choose_ahead_kernel` wrote for this call, 0 if it was not launched.
+            None: only uses are counted.
     """
     expert = tl.arange(0, BINS)
     inside = expert < E
@@ -67,9 +74,21 @@ def choose_rows_kernel(
     uses = uses - (uses >> _DECAY) + tl.minimum(tokens, _MAX_TOKENS) * _USE
     tl.debug_barrier()  # until every warp has loaded the counts: several may hold the same ones
     tl.store(cache.uses + expert, uses, mask=inside)
-    if FETCH:
-        row = tl.load(cache.row + expert, mask=inside, other=0)
+    if AHEAD is not None:
         needed = inside & (tokens > 0)
+        for i in tl.static_range(AHEAD):
+            guess = tl.load(cache.ahead + i)
+            is_right = tl.sum((needed & (expert == guess)).to(tl.int32), 0) > 0
+            is_wrong = (guess >= 0) & ~is_right
+            tl.debug_barrier()  # until every warp has loaded the guess
+            # the copying programs leave out what they have not copied yet
+            tl.store(cache.ahead + i, -1, mask=is_wrong)
+            tl.store(cache.row + guess, -1, mask=is_wrong)
+            tl.store(cache.owner + tl.load(cache.ahead + AHEAD + i) - first, -1, mask=is_wrong)
+            tl.store(cache.totals + 2, tl.load(cache.totals + 2) + is_right.to(tl.int64))
+            tl.store(cache.totals + 3, tl.load(cache.totals + 3) + is_wrong.to(tl.int64))
+            tl.debug_barrier()  # until the rows are free: all warps load them below
+        row = tl.load(cache.row + expert, mask=inside, other=0)
         missing = needed & (row < 0)
         tl.store(cache.totals, tl.load(cache.totals) + tl.sum(needed.to(tl.int32), 0))
         tl.store(cache.totals + 1, tl.load(cache.totals + 1) + tl.sum(missing.to(tl.int32), 0))
@@ -104,50 +123,141 @@ def choose_rows_kernel(
         tl.store(cache.num_moves, tl.sum(missing.to(tl.int32), 0))
 
 
+@triton.jit(do_not_specialize=["pairs", "num_rows", "first"])
+def choose_ahead_kernel(
+    experts_ptr,
+    cache,
+    pairs,
+    num_rows,
+    first,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TOPK: tl.constexpr,
+    COPIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: gives rows to the first predicted experts without one, and lists them in ``cache.ahead``.
+
+    Args:
+        experts_ptr: ``[pairs / TOPK, TOPK]``, -1 for experts of other ranks; PAIRS: a power of two, at least ``pairs``.
+        COPIES: experts at most. Other arguments: see `choose_rows_kernel`.
+    """
+    pair = tl.arange(0, PAIRS)
+    slot = tl.arange(0, ROWS)
+    inside = slot < num_rows
+    if PDL:
+        gdc_wait()  # until the router has written the experts
+        gdc_launch_dependents()
+    chosen = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    tokens = tl.histogram(tl.where(chosen < 0, E, chosen), BINS)
+    row = tl.load(cache.row + chosen, mask=chosen >= 0, other=0)
+    # every token's first expert, then every token's second one
+    turn = pair % TOPK * PAIRS + pair // TOPK
+    turn = tl.where(row < 0, turn, 1 << 30)
+    owner = tl.load(cache.owner + slot, mask=inside, other=-1)
+    has_owner = owner >= 0
+    uses = tl.load(cache.uses + owner, mask=has_owner, other=-1)
+    is_kept = has_owner & (tl.gather(tokens, tl.where(has_owner, owner, 0), 0) > 0)
+    # the order of `choose_rows_kernel`
+    key = ((uses + 1).to(tl.int64) << 32) | (tl.where(has_owner, owner, slot).to(tl.int64) << 16)
+    key = tl.where(inside & ~is_kept, key, _KEPT) | slot.to(tl.int64)
+    tl.debug_barrier()  # until every warp has loaded rows and owners
+    for i in tl.static_range(COPIES):
+        next_turn, victim = tl.min(turn, 0), tl.min(key, 0)
+        guess = tl.min(tl.where(turn == next_turn, chosen, E), 0)
+        target = (victim & 0xFFFF).to(tl.int32)
+        old = tl.sum(tl.where(slot == target, owner, 0), 0)
+        found = (next_turn < 1 << 30) & (victim < _KEPT)
+        tl.store(cache.row + old, -1, mask=found & (old >= 0))
+        tl.store(cache.row + guess, first + target, mask=found)
+        tl.store(cache.owner + target, guess, mask=found)
+        tl.store(cache.ahead + i, tl.where(found, guess, -1))
+        tl.store(cache.ahead + COPIES + i, first + target)
+        turn = tl.where(chosen == guess, 1 << 30, turn)
+        key = tl.where(slot == target, _KEPT, key)
+
+
+@triton.jit
+def _copy_job(
+    parts_ptr,
+    starts,
+    moves_ptr,
+    move,
+    unit,
+    MOVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DROPS: tl.constexpr,
+):
+    """Copies one job of an expert; returns whether the expert is still wanted. Arguments: see `copy_experts_kernel`."""
+    entry = parts_ptr + 4 * (tl.sum((starts <= unit).to(tl.int32), 0) - 1)
+    nbytes = tl.load(entry + 2)
+    start = (unit - tl.load(entry + 3)) * BLOCK
+    expert = tl.load(moves_ptr + move)
+    source = tl.load(entry) + expert.to(tl.int64) * nbytes + start
+    target = tl.load(entry + 1) + tl.load(moves_ptr + MOVES + move).to(tl.int64) * nbytes + start
+    rest = tl.minimum(nbytes - start, BLOCK).to(tl.int32)
+    if DROPS:
+        rest = tl.where(expert < 0, 0, rest)
+    wanted = expert >= 0
+    if ALIGNED:
+        word = tl.arange(0, BLOCK // 4)
+        words = tl.multiple_of(rest // 4, 4)
+        from_ptr = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+        to_ptr = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
+        # all loads of a job are in flight together
+        values = tl.load(from_ptr + word, mask=word < words, cache_modifier=".cg")
+        if DROPS:
+            # meanwhile one thread reads for all whether the expert was dropped, so that they agree
+            wanted = tl.atomic_add(moves_ptr + move, 0) >= 0
+        tl.store(to_ptr + word, values, mask=word < words)
+    else:
+        byte = tl.arange(0, BLOCK)
+        values = tl.load(source.to(tl.pointer_type(tl.uint8)) + byte, mask=byte < rest, cache_modifier=".cg")
+        if DROPS:
+            wanted = tl.atomic_add(moves_ptr + move, 0) >= 0
+        tl.store(target.to(tl.pointer_type(tl.uint8)) + byte, values, mask=byte < rest)
+    return wanted
+
+
 @triton.jit(do_not_specialize=["units"])
 def copy_experts_kernel(
     parts_ptr,
     moves_ptr,
     num_moves_ptr,
     units,
-    E: tl.constexpr,
+    MOVES: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
+    DROPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Persistent kernel: copies all parts of the listed experts from host memory to their rows, ``BLOCK`` bytes a job.
 
     Args:
         parts_ptr: int64 ``[PARTS, 4]`` of `CopiedParts`; units: jobs of an expert.
-        moves_ptr: int32 ``[2, E]``, experts and rows; num_moves_ptr: their number.
+        moves_ptr: int32 ``[2, MOVES]``, experts and rows; num_moves_ptr: their number.
         ALIGNED: words of 16 bytes are copied, else bytes.
+        DROPS: there are MOVES experts, -1 for none; one that becomes -1 while the kernel runs is copied no further.
     """
     part = tl.arange(0, PARTS_PADDED)
     starts = tl.load(parts_ptr + 4 * part + 3, mask=part < PARTS, other=1 << 40)
     if PDL:
         gdc_wait()  # until the experts are listed
         gdc_launch_dependents()
-    jobs = tl.load(num_moves_ptr) * units
-    for job in tl.range(tl.program_id(0), jobs, tl.num_programs(0)):
-        move = job // units
-        unit = job % units
-        entry = parts_ptr + 4 * (tl.sum((starts <= unit).to(tl.int32), 0) - 1)
-        nbytes = tl.load(entry + 2)
-        start = (unit - tl.load(entry + 3)) * BLOCK
-        source = tl.load(entry) + tl.load(moves_ptr + move).to(tl.int64) * nbytes + start
-        target = tl.load(entry + 1) + tl.load(moves_ptr + E + move).to(tl.int64) * nbytes + start
-        rest = tl.minimum(nbytes - start, BLOCK).to(tl.int32)
-        if ALIGNED:
-            word = tl.arange(0, BLOCK // 4)
-            words = tl.multiple_of(rest // 4, 4)
-            from_ptr = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
-            to_ptr = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
-            # all loads of a job are in flight together
-            values = tl.load(from_ptr + word, mask=word < words, cache_modifier=".cg")
-            tl.store(to_ptr + word, values, mask=word < words)
-        else:
-            byte = tl.arange(0, BLOCK)
-            values = tl.load(source.to(tl.pointer_type(tl.uint8)) + byte, mask=byte < rest, cache_modifier=".cg")
-            tl.store(target.to(tl.pointer_type(tl.uint8)) + byte, values, mask=byte < rest)
+    if DROPS:
+        job = tl.program_id(0)
+        while job < MOVES * units:
+            move = job // units
+            wanted = _copy_job(parts_ptr, starts, moves_ptr, move, job - move * units, MOVES, BLOCK, ALIGNED, DROPS)
+            # the program's next job, of the next expert if this one was dropped
+            end = tl.where(wanted, job + 1, (move + 1) * units)
+            job += tl.cdiv(end - job, tl.num_programs(0)) * tl.num_programs(0)
+    else:
+        for job in tl.range(tl.program_id(0), tl.load(num_moves_ptr) * units, tl.num_programs(0)):
+            move = job // units
+            _copy_job(parts_ptr, starts, moves_ptr, move, job - move * units, MOVES, BLOCK, ALIGNED, DROPS)

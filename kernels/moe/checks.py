@@ -65,7 +65,7 @@ MAX_CACHED = 8192
 
 
 def check_cache(cache: HostExperts, experts: Tensor) -> None:
-    """Raises ValueError: arguments of `fetch_experts` that do not fit."""
+    """Raises ValueError: arguments of `fetch_experts` or `prefetch_experts` that do not fit."""
     check("the experts of a cache", cache.row, ("E",), torch.int32, contiguous=True)
     E, S = len(cache.row), len(cache.owner)
     if E > MAX_CACHED or not 1 <= S <= E:
@@ -75,7 +75,8 @@ def check_cache(cache: HostExperts, experts: Tensor) -> None:
     check("rows to read", cache.found, (E,), torch.int32, contiguous=True)
     check("experts to copy", cache.moves, (2, E), torch.int32, contiguous=True)
     check("the number of experts to copy", cache.num_moves, (1,), torch.int32)
-    check("numbers of needed and copied experts", cache.totals, (2,), torch.int64, contiguous=True)
+    check("experts to copy ahead", cache.ahead, (2, "copies"), torch.int32, contiguous=True)
+    check("numbers of needed and copied experts", cache.totals, (4,), torch.int64, contiguous=True)
     check("experts", experts, ("T", "k"), INTS, contiguous=True)
 
 

@@ -25,8 +25,13 @@ from deepseek_attn.kernels.common.plans import (
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED
-from deepseek_attn.kernels.moe.cache_triton import CacheState, choose_rows_kernel, copy_experts_kernel
-from deepseek_attn.kernels.moe.checks import check_cache, check_experts, check_route
+from deepseek_attn.kernels.moe.cache_triton import (
+    CacheState,
+    choose_ahead_kernel,
+    choose_rows_kernel,
+    copy_experts_kernel,
+)
+from deepseek_attn.kernels.moe.checks import MAX_CACHED, check_cache, check_experts, check_route
 from deepseek_attn.kernels.moe.experts_triton import (
     CombinedPairs,
     GroupedProduct,
@@ -251,13 +256,15 @@ def _product(
     )
 
 
-def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None) -> ExpertSlots:
+def fetch_experts(
+    cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None, prefetched: bool = False
+) -> ExpertSlots:
     """See `kernels.moe.fetch_experts`."""
     check_cache(cache, experts)
     if not experts.numel():
         return ExpertSlots(cache.found)
     plan = _fetch_plan(cache)
-    _choose_rows(plan, cache, experts, True)
+    _choose_rows(plan, cache, experts, cache.ahead.shape[1] if prefetched else 0)
     if stream is None:
         _copy_parts(plan, cache, cache.gates)
         _copy_parts(plan, cache, cache.outputs)
@@ -272,23 +279,52 @@ def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream
     return ExpertSlots(cache.found, gates_ready, outputs_ready)
 
 
+def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    """See `kernels.moe.prefetch_experts`."""
+    check_cache(cache, predicted)
+    if predicted.numel() > MAX_CACHED:
+        raise ValueError(f"{predicted.numel()} predicted experts: supported are up to {MAX_CACHED}")
+    plan, E = _fetch_plan(cache), len(cache.row)
+    choose_ahead_kernel[(1,)](
+        predicted,
+        _state(cache),
+        predicted.numel(),
+        len(cache.owner),
+        cache.first,
+        E=E,
+        BINS=next_power_of_2(E + 1),
+        ROWS=next_power_of_2(E),
+        PAIRS=max(16, next_power_of_2(predicted.numel())),
+        TOPK=predicted.shape[1],
+        COPIES=cache.ahead.shape[1],
+        **pdl_options(plan.choose.config.warps, plan.pdl),
+    )
+    if stream is None:
+        _copy_parts(plan, cache, cache.whole, True)
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        _copy_parts(plan, cache, cache.whole, True)
+
+
 def _fetch_plan(cache: HostExperts) -> FetchPlan:
     return plan_fetch(FetchProblem(len(cache.row)), gpu(cache.row.device))
 
 
-def _copy_parts(plan: FetchPlan, cache: HostExperts, parts: CopiedParts) -> None:
-    """Launches the copies of these parts of the listed experts."""
-    copy = plan.copy.config
+def _copy_parts(plan: FetchPlan, cache: HostExperts, parts: CopiedParts, ahead: bool = False) -> None:
+    """Launches the copies of these parts of the listed experts, or of those that are listed ``ahead``."""
+    copy, moves = (plan.ahead.config, cache.ahead) if ahead else (plan.copy.config, cache.moves)
     copy_experts_kernel[(copy.size,)](
         parts.table,
-        cache.moves,
+        moves,
         cache.num_moves,
         parts.units,
-        E=len(cache.row),
+        MOVES=moves.shape[1],
         PARTS=len(parts.table),
         PARTS_PADDED=next_power_of_2(len(parts.table)),
         BLOCK=COPY_BYTES,
         ALIGNED=parts.aligned,
+        DROPS=ahead,
         **pdl_options(copy.warps, plan.pdl),
     )
 
@@ -297,15 +333,15 @@ def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
     """See `kernels.moe.count_expert_uses`."""
     check_cache(cache, experts)
     if experts.numel():
-        _choose_rows(_fetch_plan(cache), cache, experts, False)
+        _choose_rows(_fetch_plan(cache), cache, experts, None)
 
 
-def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor, fetch: bool) -> None:
-    """Launches the program that counts uses and, with ``fetch``, lists the experts to copy, with their rows."""
+def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor, ahead: int | None) -> None:
+    """Launches the program that counts uses and, unless ``ahead`` is None, lists experts to copy, with their rows."""
     E, pairs, block = len(cache.row), experts.numel(), plan.choose.config
     choose_rows_kernel[(1,)](
         experts,
-        CacheState(cache.row, cache.owner, cache.uses, cache.found, cache.moves, cache.num_moves, cache.totals),
+        _state(cache),
         pairs,
         len(cache.owner),
         cache.first,
@@ -314,6 +350,10 @@ def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor, fetch: bo
         BINS=next_power_of_2(E + 1),
         ROWS=next_power_of_2(E),
         BLOCK=block.size,
-        FETCH=fetch,
+        AHEAD=ahead,
         **pdl_options(block.warps, plan.pdl),
     )
+
+
+def _state(cache: HostExperts) -> CacheState:
+    return CacheState(*(getattr(cache, name) for name in CacheState._fields))

@@ -268,15 +268,18 @@ def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchBlock:
     return LaunchBlock(512, max(4, min(16, next_power_of_2(problem.experts) // 64)))
 
 
-CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_program))
+CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_program))  # `choose_ahead_kernel` too
 # A long copy needs bytes in flight, not multiprocessors: 8 programs are as fast as 264. Steps copy few experts at a
 # time: with 32 programs they take 0.92 to 0.95 of the time.
 COPIES = one_kernel(  # programs
     "moe.copies", "copy_experts_kernel", (ANY, LaunchBlock(32), "h200_host_80gb.json: programs")
 )
+# Copies ahead run beside the products and the attention, which wait for the multiprocessors that copy.
+COPIES_AHEAD = one_kernel("moe.copies_ahead", "copy_experts_kernel", (ANY, LaunchBlock(LEFT_TO_COPIES)))
 
 
 @planner("moe.fetch_experts")
 def plan_fetch(problem: FetchProblem, gpu: GPU) -> FetchPlan:
-    """Chooses both launches."""
-    return FetchPlan(CACHE_ROWS.choose(problem, gpu), COPIES.choose(problem, gpu), gpu.pdl)
+    """Chooses all launches."""
+    choose, copy, ahead = (table.choose(problem, gpu) for table in (CACHE_ROWS, COPIES, COPIES_AHEAD))
+    return FetchPlan(choose, copy, ahead, gpu.pdl)

@@ -243,8 +243,12 @@ class FetchProblem:
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """Launches of `fetch_experts`: ``choose`` which experts go where, then ``copy`` w1 and w3 of them, then w2."""
+    """Launches of `fetch_experts`: ``choose`` which experts go where, then ``copy`` w1 and w3 of them, then w2.
+
+    Of `prefetch_experts`: ``choose`` likewise, then ``ahead`` copies all of them.
+    """
 
     choose: Choice
     copy: Choice
+    ahead: Choice
     pdl: bool

@@ -200,25 +200,23 @@ def _lay_out(expert_of_row: Tensor, count: int) -> tuple[Tensor, list[int]]:
     return place, padded.tolist()
 
 
-def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None) -> ExpertSlots:
+def fetch_experts(
+    cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None, prefetched: bool = False
+) -> ExpertSlots:
     """See `deepseek_attn.kernels.moe.fetch_experts`."""
-    rows = cache.row.tolist()
     count_expert_uses(cache, experts)
     needed = set(experts.flatten().tolist()) - {-1}
+    right, wrong = _drop_wrong_guesses(cache, needed) if prefetched else (0, 0)
+    rows = cache.row.tolist()
     missing = sorted(expert for expert in needed if rows[expert] < 0)
-    cache.totals.add_(torch.tensor([len(needed), len(missing)], dtype=torch.int64, device=cache.totals.device))
-    owners, uses = cache.owner.tolist(), cache.uses.tolist()
-    # rows without an expert first
-    order = sorted((-1, slot, slot) if own < 0 else (uses[own], own, slot) for slot, own in enumerate(owners))
-    free = [slot for *_, slot in order if owners[slot] not in needed]
+    counts = [len(needed), len(missing), right, wrong]
+    cache.totals.add_(torch.tensor(counts, dtype=torch.int64, device=cache.totals.device))
+    free = _free_slots(cache, needed)
     found, targets = list(rows), []
     for place, expert in enumerate(missing):
         if place < len(free):
-            slot = free[place]
-            if (old := int(cache.owner[slot])) >= 0:
-                cache.row[old] = -1
-            cache.owner[slot], cache.row[expert] = expert, cache.first + slot
-            targets.append(cache.first + slot)
+            _take_slot(cache, free[place], expert)
+            targets.append(cache.first + free[place])
         else:
             targets.append(cache.staged + place - len(free))
         found[expert] = targets[-1]
@@ -226,10 +224,54 @@ def fetch_experts(cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream
         cache.moves[i, : len(missing)] = torch.tensor(values, dtype=torch.int32, device=cache.moves.device)
     cache.num_moves.fill_(len(missing))
     cache.found.copy_(torch.tensor(found, dtype=torch.int32, device=cache.found.device))
-    for source, target in zip(expert_parts(cache.host), expert_parts(cache.device), strict=True):
-        for expert, row in zip(missing, targets, strict=True):
-            target[row].copy_(source[expert])
+    _copy_experts(cache, missing, targets)
     return ExpertSlots(cache.found)
+
+
+def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    """See `deepseek_attn.kernels.moe.prefetch_experts`."""
+    rows = cache.row.tolist()
+    by_rank = [expert for expert in predicted.t().flatten().tolist() if expert >= 0]
+    missing = [expert for expert in dict.fromkeys(by_rank) if rows[expert] < 0]
+    # as many as there are guesses, free slots and entries of `ahead`
+    pairs = list(zip(missing, _free_slots(cache, set(by_rank)), range(cache.ahead.shape[1]), strict=False))
+    cache.ahead.fill_(-1)
+    for expert, slot, i in pairs:
+        _take_slot(cache, slot, expert)
+        cache.ahead[0, i], cache.ahead[1, i] = expert, cache.first + slot
+    _copy_experts(cache, [expert for expert, *_ in pairs], [cache.first + slot for _, slot, _ in pairs])
+
+
+def _drop_wrong_guesses(cache: HostExperts, needed: set[int]) -> tuple[int, int]:
+    """Frees the rows of experts copied ahead that are not needed; numbers of right and of wrong guesses."""
+    right = wrong = 0
+    for i, (expert, row) in enumerate(cache.ahead.t().tolist()):
+        if expert in needed:
+            right += 1
+        elif expert >= 0:
+            wrong += 1
+            cache.ahead[0, i] = cache.row[expert] = cache.owner[row - cache.first] = -1
+    return right, wrong
+
+
+def _free_slots(cache: HostExperts, kept: set[int]) -> list[int]:
+    """Slots without an expert, then those of experts to evict, in this order; not of the experts to be kept."""
+    owners, uses = cache.owner.tolist(), cache.uses.tolist()
+    order = sorted((-1, slot, slot) if own < 0 else (uses[own], own, slot) for slot, own in enumerate(owners))
+    return [slot for *_, slot in order if owners[slot] not in kept]
+
+
+def _take_slot(cache: HostExperts, slot: int, expert: int) -> None:
+    """Gives a slot's row to an expert."""
+    if (old := int(cache.owner[slot])) >= 0:
+        cache.row[old] = -1
+    cache.owner[slot], cache.row[expert] = expert, cache.first + slot
+
+
+def _copy_experts(cache: HostExperts, experts: Sequence[int], rows: Sequence[int]) -> None:
+    for source, target in zip(expert_parts(cache.host), expert_parts(cache.device), strict=True):
+        for expert, row in zip(experts, rows, strict=True):
+            target[row].copy_(source[expert])
 
 
 def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:

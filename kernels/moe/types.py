@@ -97,8 +97,11 @@ class HostExperts(NamedTuple):
         found: int32 ``[E]``, written by `fetch_experts`: the row of each expert that the products may read.
         moves: int32 ``[2, E]``, written by `fetch_experts`: the copied experts, and the row of each.
         num_moves: int32 ``[1]``, written by `fetch_experts`: the number of copied experts.
-        totals: int64 ``[2]``, over all calls with a routing: experts needed, and experts copied.
-        gates, outputs: `copied_parts` of w1 and w3, and of w2.
+        ahead: int32 ``[2, A]``, written by `prefetch_experts`: the experts that it copies, -1 for none, and the row of
+            each. `fetch_experts` sets those that are not needed to -1.
+        totals: int64 ``[4]``, over all calls: experts needed; experts that `fetch_experts` copied; experts that
+            `prefetch_experts` copied and that were needed; experts that it copied and that were not.
+        gates, outputs, whole: `copied_parts` of w1 and w3, of w2, and of all three.
     """
 
     host: tuple[ExpertStack, ExpertStack, ExpertStack]
@@ -111,9 +114,11 @@ class HostExperts(NamedTuple):
     found: Tensor
     moves: Tensor
     num_moves: Tensor
+    ahead: Tensor
     totals: Tensor
     gates: CopiedParts
     outputs: CopiedParts
+    whole: CopiedParts
 
 
 class CopiedParts(NamedTuple):

@@ -14,57 +14,25 @@ from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.hyper_connection import DelayedInput, SublayerOutput
+from deepseek_attn.kernels.hyper_connection.types import DelayedOutput
 from deepseek_attn.kernels.moe import ExpertStack, moe_experts
 from deepseek_attn.layers.expert_memory import ExpertMemory
 from deepseek_attn.models import host_experts
-from deepseek_attn.models.expert_rows import HOST_AREAS, ExpertFormat, cached_experts, expert_formats
+from deepseek_attn.models.expert_rows import ExpertFormat, cached_experts
 from deepseek_attn.models.host_experts import ExpertRows
-from deepseek_attn.models.moe import Experts, MoE
+from deepseek_attn.models.moe import Gate, MoE
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
-from deepseek_attn.runner.host_experts import give_rows
 from tests.kernels.moe.moe_cases import make_case
 from tests.support.drafts import complete
+from tests.support.held_experts import budget_of, bytes_of, experts_of, held
 from tests.support.small_models import prompt, two_layers
 from tests.support.tiers import tiered
 from tests.support.v41_cases import shallow, tiny_for_kernels
 
 OPTIONS: dict[str, Any] = {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 CHUNKS = (None, 13)
-
-
-def experts_of(runner: ModelRunner) -> list[Experts]:
-    return [module for module in runner.model.modules() if isinstance(module, Experts)]
-
-
-def budget_of(runner: ModelRunner, cached: int) -> int:
-    """Bytes of rows for ``cached`` experts of each layer."""
-    return bytes_of([layer.stacks() for layer in experts_of(runner)], cached)
-
-
-def bytes_of(stacks, cached: int) -> int:
-    """Bytes of rows for ``cached`` experts of each layer."""
-    return sum(form.held(cached) for form, _ in expert_formats(stacks, HOST_AREAS))
-
-
-@contextmanager
-def held(runner: ModelRunner, cached: int):
-    """In this context the runner's layers read experts by rows, as with ``expert_memory="host"`` on a GPU."""
-    layers, budget, model = experts_of(runner), budget_of(runner, cached), runner.whole_model()
-    in_turn, drafting = (
-        [module for module in part.modules() if isinstance(module, MoE)] for part in (model.layers, model.mtp)
-    )
-    rows = ExpertRows.of([layer.stacks() for layer in layers], runner.device, budget, len(in_turn))
-    assert (rows.cached, rows.nbytes) == (cached, budget)
-    give_rows(in_turn, drafting, rows)
-    hooks = rows.watch(runner.model, runner.config.num_experts_per_tok)
-    try:
-        yield rows
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer in layers:
-            del layer.rows
 
 
 def texts_of(runner: ModelRunner) -> list[list[int]]:
@@ -144,9 +112,9 @@ def test_hash_layers_begin_with_the_step(monkeypatch):
         numbers = {id(layer.state.row): number for number, layer in enumerate(rows.layers)}
         fetch = host_experts.fetch_experts
 
-        def fetched(state, experts, stream):
+        def fetched(state, experts, *options):
             order.append((numbers[id(state.row)], experts.tolist()))
-            return fetch(state, experts, stream)
+            return fetch(state, experts, *options)
 
         monkeypatch.setattr(host_experts, "fetch_experts", fetched)
         for tokens, ahead in (([[5], [9]], True), ([[5], [9], [2]], False)):
@@ -162,6 +130,118 @@ def test_hash_layers_begin_with_the_step(monkeypatch):
             gate = runner.model.layers[str(hashed[0])].ffn.gate
             ids = gate.tid2eid[torch.tensor([token for (token,) in tokens])].tolist()
             assert (hashed[0], ids) in order
+    runner.close()
+
+
+GUESSES = {
+    "right": lambda ids, E: ids,
+    "partly right": lambda ids, E: torch.where(torch.arange(ids.shape[1]) % 2 == 0, ids, (ids + 1) % E),
+    "one for all tokens": lambda ids, E: ids[:1].expand_as(ids).contiguous(),
+    "of other ranks": lambda ids, E: torch.full_like(ids, -1),
+}
+
+
+@contextmanager
+def recorded_routings(monkeypatch, guess=None):
+    """Routings of each router, in the order of its calls. With ``guess``, predictions are made of those recorded."""
+    calls: dict[int, list[torch.Tensor]] = {}
+    forward = Gate.forward
+
+    def record(self, x, token_ids):
+        experts, weights = forward(self, x, token_ids)
+        calls.setdefault(id(self), []).append(experts)
+        return experts, weights
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Gate, "forward", record)
+
+        def predict(self, x):
+            if guess is None:
+                return forward(self, x, x)[0]
+            change, known = guess
+            return change(known[id(self)][len(calls.get(id(self), []))])  # it comes before the call that it is for
+
+        patch.setattr(Gate, "predict", predict)
+        yield calls
+
+
+@pytest.mark.parametrize("family", tiered(MODELS, ["v32"]))
+def test_predictions_change_no_bits(monkeypatch, family):
+    """Whatever is predicted; what is held afterwards follows from routings and predictions, not from time."""
+    runner = ModelRunner.from_config(MODELS[family](), device="cpu", dtype="float32", numerics="exact", **OPTIONS)
+    E, texts = experts_of(runner)[0].count, texts_of(runner)
+
+    def compute():
+        return *runner.score([texts[1][:9]], 1), *map(torch.tensor, generated(runner, 1))
+
+    with held(runner, E // 2), recorded_routings(monkeypatch) as known:
+        expected = compute()
+    for name, guess in GUESSES.items():
+        tables = []
+        change = lambda ids, guess=guess: guess(ids, E)  # noqa: E731
+        for _ in range(2 if name == "partly right" else 1):
+            with held(runner, E // 2) as rows, recorded_routings(monkeypatch, (change, known)):
+                assert all(map(torch.equal, compute(), expected)), name
+                assert not any(layer._guessed for layer in rows.layers)
+                tables.append(rows.table.clone())
+                stats = rows.stats
+        assert torch.equal(tables[0], tables[-1])
+        assert (stats.ahead > 0) == (name != "of other ranks")
+        assert (stats.dropped > 0) == (name == "partly right"), name
+    runner.close()
+
+
+def unchanged(block, hidden):
+    """The experts' input of a block whose attention, and whose predecessor's experts, add nothing to ``hidden``."""
+    if isinstance(hidden, torch.Tensor):
+        return block.ffn_input((torch.zeros_like(hidden), hidden))[0]
+    T, m, D = hidden.streams.shape
+    same = SublayerOutput(torch.zeros(T, D), hidden.streams, torch.zeros(T, m), torch.eye(m).repeat(T, 1, 1))
+    if not isinstance(hidden, DelayedInput):
+        return block.ffn_input(same).x
+    attention = block.attn_input(DelayedOutput(same, hidden.pre))
+    return block.ffn_input(DelayedOutput(same, attention.pre)).x
+
+
+@pytest.mark.parametrize("family", tiered(MODELS, MODELS))
+def test_the_next_router_predicts(monkeypatch, family):
+    """From the state before a layer's experts, its own choice if the state stayed; not in layers with hash routing."""
+    runner = ModelRunner.from_config(MODELS[family](), device="cpu", dtype="float32", numerics="exact", **OPTIONS)
+    blocks = [block for block in runner.model.layers.values() if isinstance(block.ffn, MoE)]
+    seen = []
+    for block in blocks:
+
+        def expect(hidden, block=block, own=block.expect_experts):
+            seen.append((block, hidden, own(hidden)))
+            return seen[-1][2]
+
+        monkeypatch.setattr(block, "expect_experts", expect)
+    with held(runner, 3):
+        runner.score([[5]])
+        scored = [block for block in blocks[1:] if not block.ffn.gate.hash]
+        assert [block for block, *_ in seen] == scored
+        for block, hidden, predicted in seen:
+            assert torch.equal(predicted, block.ffn.gate(unchanged(block, hidden), torch.zeros(1))[0])
+    runner.close()
+
+
+def test_a_step_that_fails_behind_a_prediction():
+    """Experts that it copied ahead stay; the next step has the same bits."""
+    runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
+    expected = runner.score([[5, 9]], 1)
+    with held(runner, 4) as rows:
+        last = runner.model.layers[str(len(runner.model.layers) - 1)]
+
+        def fail(*_):
+            if not any(layer._guessed for layer in rows.layers):
+                return  # a prediction calls the router, too
+            raise RuntimeError("on purpose")
+
+        hook = last.ffn.gate.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            runner.score([[5, 9]], 1)
+        hook.remove()
+        assert all(map(torch.equal, runner.score([[5, 9]], 1), expected))
     runner.close()
 
 
@@ -215,7 +295,9 @@ def test_kernels_are_listed_ahead():
         for rows in ([(1, 20)], [(90, 90)]):
             found = [variant.name for variant in lists.step(rows)]
             assert ("copy_experts_kernel" in found) == (rows[0][0] == 1)
-            assert found.count("choose_rows_kernel") == 1
+            # two with and without copies ahead
+            assert found.count("choose_rows_kernel") == (2 if rows[0][0] == 1 else 1)
+            assert ("choose_ahead_kernel" in found) == (rows[0][0] == 1)
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +40,8 @@ class TrainedMoE(MixedPrecision, MoE):
 
     load: torch.Tensor
 
-    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """``x [T, hidden_size]``, ``token_ids [T]`` -> ``[T, hidden_size]``."""
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor, hidden: Any = None) -> torch.Tensor:
+        """``x [T, hidden_size]``, ``token_ids [T]`` -> ``[T, hidden_size]``; ``hidden`` is not used."""
         chosen, share = self.gate(x, token_ids)
         experts = self.experts
         weights = torch.zeros(len(x), experts.count, device=x.device, dtype=torch.float32).scatter(1, chosen, share)
@@ -49,8 +49,8 @@ class TrainedMoE(MixedPrecision, MoE):
         with precision(x.device, self.product_dtype):
             gate = F.linear(x, experts.w1.weight.flatten(0, 1)).unflatten(-1, (experts.count, -1))
             up = F.linear(x, experts.w3.weight.flatten(0, 1)).unflatten(-1, (experts.count, -1))
-            hidden = swiglu(gate, up, experts.limit) * weights.unsqueeze(-1)
-            y = F.linear(hidden.flatten(1), experts.w2.weight.transpose(0, 1).flatten(1))
+            weighted = swiglu(gate, up, experts.limit) * weights.unsqueeze(-1)
+            y = F.linear(weighted.flatten(1), experts.w2.weight.transpose(0, 1).flatten(1))
             return y + self.shared_experts(x.to(self.product_dtype))
 
 

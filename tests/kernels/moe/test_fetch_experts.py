@@ -34,7 +34,7 @@ def empty_rows(host: Stacks, rows, device=None) -> Stacks:
     return first, gate, second
 
 
-def make_cache(host: Stacks, num_rows, others=3, filled=True, device=None):
+def make_cache(host: Stacks, num_rows, others=3, filled=True, device=None, copies=2):
     """A cache of ``num_rows`` experts behind ``others`` rows of another layer; the first experts are in it."""
     E = len(host[0].weight)
     if device == "cuda":
@@ -51,32 +51,49 @@ def make_cache(host: Stacks, num_rows, others=3, filled=True, device=None):
     return HostExperts(
         host, stacks, row, owner, torch.zeros(E, **ints), others, others + num_rows,
         torch.full((E,), -7, **ints), torch.full((2, E), -7, **ints), torch.full((1,), -7, **ints),
-        torch.zeros(2, dtype=torch.int64, device=device), copied_parts(host[:2], stacks[:2]),
-        copied_parts(host[2:], stacks[2:]),
+        torch.full((2, copies), -7, **ints), torch.zeros(4, dtype=torch.int64, device=device),
+        copied_parts(host[:2], stacks[:2]), copied_parts(host[2:], stacks[2:]), copied_parts(host, stacks),
     )  # fmt: skip
 
 
 class Expected:
-    """The rules of `fetch_experts` in Python: which expert is in which row, and counts of use."""
+    """The rules of `fetch_experts` and `prefetch_experts` in Python: experts in their rows, and counts of use."""
 
     def __init__(self, E, num_rows, first, filled):
         self.first, self.rows = first, [e if filled else None for e in range(num_rows)]
-        self.uses, self.totals = [0] * E, [0, 0]
+        self.uses, self.totals = [0] * E, [0] * 4
 
-    def fetch(self, ids):
+    def choose(self, may_stay):
+        """Places that may be taken, in order: empty ones, then the least used experts, of equal ones the lower."""
+        places = [
+            ((0, i) if old is None else (1 + self.uses[old], old), i)
+            for i, old in enumerate(self.rows)
+            if old not in may_stay
+        ]
+        return [i for _, i in sorted(places)]
+
+    def prefetch(self, ids, copies):
+        by_rank = [e for rank in zip(*ids, strict=True) for e in rank if e >= 0]
+        missing = [e for e in dict.fromkeys(by_rank) if e not in self.rows]
+        places = self.choose(set(by_rank))
+        pairs = list(zip(missing[:copies], places, strict=False))
+        for e, i in pairs:
+            self.rows[i] = e
+        self.ahead = [e for e, _ in pairs] + [-1] * (copies - len(pairs))
+
+    def fetch(self, ids, prefetched=False):
         for e, count in enumerate(self.uses):
             self.uses[e] = count - count // 64 + 4096 * min(ids.count(e), 255)
         needed = {e for e in ids if e >= 0}
+        guesses = [e for e in self.ahead if e >= 0] if prefetched else []
+        wrong = [e for e in guesses if e not in needed]
+        self.rows = [None if e in wrong else e for e in self.rows]
         missing, rest = sorted(needed - set(self.rows)), []
-        self.totals = [self.totals[0] + len(needed), self.totals[1] + len(missing)]
+        counts = len(needed), len(missing), len(guesses) - len(wrong), len(wrong)
+        self.totals = [total + count for total, count in zip(self.totals, counts, strict=True)]
         for e in missing:
-            may_go = [
-                ((0, i) if old is None else (1 + self.uses[old], old), i)
-                for i, old in enumerate(self.rows)
-                if old not in needed
-            ]
-            if may_go:
-                self.rows[min(may_go)[1]] = e
+            if places := self.choose(needed):
+                self.rows[places[0]] = e
             else:
                 rest.append(e)
         return needed, rest
@@ -106,6 +123,40 @@ def routings(E):
         ids[0, 0] = ids[-1, -1]
         yield ids
     yield torch.full((2, 2), -1, device="cpu")
+
+
+def predictions(E):
+    """(predicted ids, ids) of a few calls: right, wrong, partly right, resident, one expert for many tokens, none."""
+    for T, k in [(1, 2), (3, 3), (2, 4), (1, 1), (5, 2), (2, 2), (1, 4), (3, 1), (1, 2)]:
+        ids = torch.stack([torch.randperm(E, device="cpu")[:k] for _ in range(T)])
+        other = torch.stack([torch.randperm(E, device="cpu")[:k] for _ in range(T)])
+        for predicted in (ids, (ids + 1) % E, other, ids[:1].expand(T, k), torch.where(other < E // 2, -1, ids)):
+            yield predicted.contiguous(), ids
+    yield torch.full((2, 2), -1, device="cpu"), ids
+    yield ids[:0], ids
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("E", "num_rows", "filled", "copies"), [(9, 4, True, 2), (8, 5, False, 1), (7, 7, True, 2), (9, 1, True, 2)]
+)
+def test_the_rules_of_copies_ahead(E, num_rows, filled, copies, fmt):
+    """Wrong guesses lose their rows; no expert that the routing needs is lost, whatever a guess evicted."""
+    case = make_case(1, 64, 32, E, 2, fmt, device="cpu")
+    cache = make_cache((case.w1, case.w3, case.w2), num_rows, filled=filled, device="cpu", copies=copies)
+    expected = Expected(E, num_rows, cache.first, filled)
+    for predicted, ids in predictions(E):
+        expected.prefetch(predicted.tolist(), copies)
+        reference.prefetch_experts(cache, predicted)
+        assert cache.ahead[0].tolist() == expected.ahead
+        needed, rest = expected.fetch(ids.flatten().tolist(), True)
+        reference.fetch_experts(cache, ids, prefetched=True)
+        check_found(cache, expected, needed, rest)
+    # without a prediction the last one's experts stay
+    needed, rest = expected.fetch([0, 1, 0])
+    reference.fetch_experts(cache, torch.tensor([[0, 1, 0]]))
+    check_found(cache, expected, needed, rest)
+    assert num_rows == E or min(expected.totals[2:]) > 0
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -186,6 +237,38 @@ def test_kernels_follow_the_rules(triton_device, E, num_rows, filled, fmt):
     assert cache.uses.tolist() == expected.uses
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("E", "num_rows", "filled", "copies"),
+    [(9, 4, True, 2), (8, 5, False, 1), (7, 7, True, 2), (9, 1, True, 2), (300, 100, True, 2)],
+)
+def test_kernels_follow_the_rules_of_copies_ahead(triton_device, E, num_rows, filled, copies, fmt):
+    where = triton_device.type
+    case = make_case(1, 64, 32, E, 2, fmt, device="cpu")
+    cache = make_cache((case.w1, case.w3, case.w2), num_rows, filled=filled, device=where, copies=copies)
+    expected = Expected(E, num_rows, cache.first, filled)
+    for predicted, ids in predictions(E):
+        expected.prefetch(predicted.tolist(), copies)
+        moe.prefetch_experts(cache, predicted.to(where))
+        assert cache.ahead[0].tolist() == expected.ahead
+        needed, rest = expected.fetch(ids.flatten().tolist(), True)
+        moe.fetch_experts(cache, ids.to(where), prefetched=True)
+        check_found(cache, expected, needed, rest)
+
+
+def test_dropped_experts_are_copied_no_further(triton_device):
+    """The copying programs leave out entries of -1; they copy all parts of the others."""
+    where = triton_device.type
+    case = make_case(1, 512, 256, 5, 2, "fp4", device="cpu")
+    cache = make_cache((case.w1, case.w3, case.w2), 3, device=where)
+    cache.ahead.copy_(torch.tensor([[-1, 4], [cache.first + 1, cache.first + 2]]))
+    before = [part.clone() for part in expert_parts(cache.device)]
+    moe._copy_parts(moe._fetch_plan(cache), cache, cache.whole, True)
+    for source, target, old in zip(expert_parts(cache.host), expert_parts(cache.device), before, strict=True):
+        old[cache.first + 2] = source[4]
+        assert torch.equal(target.view(torch.uint8), old.view(torch.uint8))
+
+
 @pytest.mark.parametrize(
     ("fmt", "hidden", "inner"), [("fp4", 1024, 512), ("fp4", 512, 256), ("fp8", 512, 256), ("plain", 384, 128)]
 )
@@ -218,21 +301,68 @@ def test_the_same_bits_as_all_experts_resident(gpu, fmt, hidden, inner, beside):
             assert torch.equal(out, moe.moe_experts(*other[:3], *case[3:], **options))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_same_bits_with_copies_ahead(gpu, share):
+    """In a graph that copies beside other products: whichever part of the prediction is right, and in repetition."""
+    E, k, T = 37, 6, 3
+    stream, side = torch.cuda.Stream(), torch.cuda.Stream()
+    case = make_case(T, 1024, 512, E, k, "fp4")
+    cache = make_cache((case.w1, case.w3, case.w2), 13, device="cuda")
+    options = {"limit": 4.0, "input_format": InputFormat(True)}
+    x, experts, weights = inputs = [t.clone() for t in case[:3]]
+    predicted = experts.clone()
+
+    def compute():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            moe.prefetch_experts(cache, predicted, stream)
+        before = moe.moe_experts(*case, **options)  # the computation of another layer
+        torch.cuda.current_stream().wait_stream(side)
+        slots = moe.fetch_experts(cache, experts, stream, prefetched=True)
+        return before, moe.moe_experts(x, experts, weights, *cache.device, **options, slots=slots)
+
+    compute()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, out = compute()
+    for _ in range(20):
+        other = make_case(T, 1024, 512, E, k, "fp4")
+        other.experts[0, 0] = -1
+        for mine, new in zip(inputs, other[:3], strict=True):
+            mine.copy_(new)
+        is_right = torch.rand(experts.shape, device="cuda") < share
+        predicted.copy_(torch.where(is_right, experts, torch.randint(E, experts.shape, device="cuda")))
+        expected = moe.moe_experts(*other[:3], *case[3:], **options)
+        graph.replay()
+        assert torch.equal(out, expected)
+        assert torch.equal(compute()[1], expected)
+    assert cache.totals[2] > 0 or share == 0
+    assert cache.totals[3] > 0 or share == 1
+
+
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
 @pytest.mark.parametrize("arch", on_gpus())
 def test_fetching_compiles(arch):
     case = make_case(3, 512, 256, 32, 6, "fp4", device="meta")
     cache = make_cache((case.w1, case.w3, case.w2), 8, device="meta")
-    found = compiled_ops(
-        arch, lambda: (moe.fetch_experts(cache, case.experts), moe.count_expert_uses(cache, case.experts))
-    )
+
+    def call():
+        moe.fetch_experts(cache, case.experts)
+        moe.count_expert_uses(cache, case.experts)
+        moe.prefetch_experts(cache, case.experts)
+        moe.fetch_experts(cache, case.experts, prefetched=True)
+
+    found = compiled_ops(arch, call)
     assert {name: len(kernels) for name, kernels in found.items()} == {
-        "choose_rows_kernel": 2,
-        "copy_experts_kernel": 2,
+        "choose_rows_kernel": 3,
+        "copy_experts_kernel": 5,
+        "choose_ahead_kernel": 1,
     }
-    ptx = found["copy_experts_kernel"][0].asm["ptx"]
-    assert ptx.count("ld.global.cg.v4") == 8  # 16 bytes of each of 128 threads, all in flight
-    assert ptx.count("st.global.v4") == 8
+    for kernel in found["copy_experts_kernel"]:
+        ptx = kernel.asm["ptx"]
+        assert ptx.count("ld.global.cg.v4") == 8  # 16 bytes of each of 128 threads, all in flight
+        assert ptx.count("st.global.v4") == 8
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")

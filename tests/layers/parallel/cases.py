@@ -20,6 +20,7 @@ from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import StepOptions
 from tests.support.drafts import DraftedSource, draft_after
+from tests.support.held_experts import held
 from tests.support.small_models import small_config
 from tests.support.typed import required
 
@@ -97,6 +98,8 @@ def scores(family: str, parallel: Parallel) -> dict:
     files, disk = from_disk.expert_files, from_disk.score([texts[1]], chunk_size=1)
     arrays = required(records).arrays | {"difference": (replayed[0] - recorded[0]).abs().max()}
     experts = {"disk": disk, "experts": (required(files).slots, required(files).experts)}
+    with held(runner, 1) as rows:
+        experts |= {"host": runner.score([texts[1]], chunk_size=1), "guesses": (rows.stats.ahead, rows.stats.dropped)}
     return {"logits": logits, "drafts": drafts, "steps": steps, "records": arrays, "logprobs": logprobs} | experts
 
 

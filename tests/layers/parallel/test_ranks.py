@@ -102,6 +102,14 @@ def test_experts_from_the_checkpoint(ranks, alone, family):
         assert torch.equal(rank[family]["disk"][0], rank[family]["steps"][0])
 
 
+@pytest.mark.parametrize("family", list(cases.CONFIGS))
+def test_experts_in_rows(ranks, alone, family):
+    """The same of experts in rows, of which each rank predicts its own."""
+    for rank in (alone, *ranks):
+        assert torch.equal(rank[family]["host"][0], rank[family]["steps"][0])
+    assert sum(alone[family]["guesses"]) > 0 or family == "v32"  # rows for one expert hold all of its two layers
+
+
 def test_logits_of_quantised_weights(ranks, alone):
     """FP8 and FP4 weights stay what they are; roundings of activations to FP8 magnify the last bits."""
     for got, expected in zip(ranks[-1]["serving"], alone["serving"], strict=True):
