@@ -377,15 +377,17 @@ def drafts(data: Data) -> Subject:
 
 def ranks(data: Data) -> Subject:
     measured = data("h200_ranks.json")["runs"][0]["rows"]
-    rows = [["step", "2 x H200, ms", "tokens/s"]]
-    for row in measured:
-        if row["step"] == "prefill" or (row["step"] == "decode" and row["sums"] == "as it is"):
-            layout = {"tp": "tensor parallel", "dp": "data-parallel attention"}[row["layout"]]
-            name = f"prefill {row['tokens']}" if row["step"] == "prefill" else f"decode, {row['batch']} requests"
-            rows.append([f"{name}, {layout}", f"{row['ms']:.2f}", f"{row['tokens_per_second']:,.0f}"])
+    measured = [row for row in measured if row["step"] == "prefill" or row.get("sums") == "as it is"]
+    batches = sorted({row["batch"] for row in measured if row["step"] == "decode"})
+    rows = [["layout", "prefill of 8192 for each group of ranks", *(f"decode, {batch} requests" for batch in batches)]]
+    for layout, name in (("tp", "tensor parallel"), ("dp", "data-parallel attention")):
+        found = [find(measured, step="prefill", layout=layout)]
+        found += [find(measured, step="decode", layout=layout, batch=batch) for batch in batches]
+        rows.append([name, *(f"{row['ms']:.2f} ({row['tokens_per_second']:,.0f})" if row else "" for row in found)])
     return Subject(
         "Two GPUs",
-        "All 43 layers of V4-Flash, random FP4 experts, contexts of 8192 tokens; decode as CUDA graphs.",
+        "All 43 layers of V4-Flash on two H200s, random FP4 experts, contexts of 8192 tokens; decode as CUDA graphs; "
+        "ms (tokens/s).",
         ["h200_ranks.json"],
         "torchrun --nproc-per-node 2 scripts/bench_parallel.py --model v4_flash --steps prefill,decode "
         "--batch 1,8,32,128,256 --context 8192 --prefill 8192 --out FILE",
@@ -599,14 +601,11 @@ def checks(data: Data) -> Subject:
     count = len(data("h200_experts.json")["rows"])
     add("Experts beside Humming, versions and tiles, H200", f"{count} times", "h200_experts.json")
     tried = ("h200_few_tokens.json", "h200_layer_choices.json", "h200_layer_linears.json", "h200_attend_heads.json",
-             "h200_wide_linears.json")  # fmt: skip
-    count = sum(len(data(name)["rows"]) for name in tried)
-    add("Other tiles and splits in decode layers", f"{count:,} times ([notebook](notebook.md))", *tried)
-    counters = data("h100_counters.json")["rows"]
-    add("Hardware counters of single launches, H100", f"{len(counters)} launches", "h100_counters.json")
+             "h200_wide_linears.json", "h100_counters.json")  # fmt: skip
     alone = ("h200_layers_decode.json", "h200_layers_prefill.json")
-    count = sum(len(part["rows"]) for name in alone for part in data(name))
-    add("Attention layers alone, with launches and kernels", f"{count} points ([notebook](notebook.md))", *alone)
+    count = sum(len(data(name)["rows"]) for name in tried) + sum(len(p["rows"]) for name in alone for p in data(name))
+    many = f"{count:,} rows ([notebook](notebook.md))"
+    add("Other tiles and splits, hardware counters, attention layers alone with their kernels", many, *tried, *alone)
     studies = ("h200_schedules.json", "h200_study_recall.json", "h200_study_rates.json", "h200_checkpoint_layers.json")
     count = sum(len(data(name)["rows"]) for name in studies)
     add("Costs and recall of compress-ratio schedules", f"{count} rows ([experiments](experiments.md))", *studies)
