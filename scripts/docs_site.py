@@ -1,12 +1,13 @@
-"""Hooks of mkdocs.yml: pages of the site that are not files of docs/.
+"""Hooks of mkdocs.yml: pages of the site that are not Markdown files of docs/.
 
-The start page is README.md; CHANGELOG.md and CONTRIBUTING.md follow. The API reference has the names that
+The start page is README.md; CHANGELOG.md and CONTRIBUTING.md follow. The notebook is a page with what its cells printed. The API reference has the names that
 `deepseek_attn` exports and the contracts of the kernels. It is read from the source, so that torch is not needed.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 from pathlib import Path
@@ -63,9 +64,20 @@ def kernels_page() -> str:
     return f"# Kernels\n\n{head}\n\n{parts}"
 
 
+def tour_page() -> str:
+    """docs/tour.ipynb: its texts, its code and the text that the code printed."""
+    parts = []
+    for cell in json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        printed = ["".join(output["text"]) for output in cell.get("outputs", ())]
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [f"```text\n{text.rstrip()}\n```" for text in printed]
+    return "\n\n".join([*parts, "This page is a [notebook](tour.ipynb) of the repository."])
+
+
 def moved(text: str) -> str:
-    """A page of the repository's root, with links as a page of docs/ has them."""
-    text = re.sub(r"\]\(docs/", "](", text)
+    """A page of the repository's root, with links as a page of docs/ has them; the notebook by its page."""
+    text = re.sub(r"\]\(docs/", "](", text).replace("](tour.ipynb", "](tour.md")
     return re.sub(r"\]\(README\.md", "](index.md", text)
 
 
@@ -77,7 +89,7 @@ def on_files(files, config):
     from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]  # the extra docs
 
     pages = {page: moved((ROOT / source).read_text(encoding="utf-8")) for source, page in FROM_ROOT.items()}
-    pages |= {"api/library.md": library_page(), "api/kernels.md": kernels_page()}
+    pages |= {"api/library.md": library_page(), "api/kernels.md": kernels_page(), "tour.md": tour_page()}
     for uri, content in pages.items():
         files.append(File.generated(config, uri, content=content))
     for config_file in (ROOT / "configs" / "experiments").glob("*.json"):
