@@ -24,13 +24,15 @@ from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 class DeepseekV32Block(BlockBase):
     """Attention, then a dense MLP or experts. The residual is float32 between its sum and its norm."""
 
+    attention_class = DeepseekV32MLAAttention
+
     def __init__(self, context: BuildContext[DeepseekV32Config], spec: V32LayerSpec, attention_only: bool = False):
         config, numerics, dtype, device = context.config, context.numerics, context.dtype, context.device
         super().__init__(context, spec, attention_only)
         self.parallel = parallel = context.parallel
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         rope, impl = context.rope(spec), context.impl
-        self.attn = DeepseekV32MLAAttention(config, spec, rope, numerics, dtype, device, impl, parallel)
+        self.attn = self.attention_class(config, spec, rope, numerics, dtype, device, impl, parallel)
         if attention_only:
             return
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
@@ -107,9 +109,10 @@ class DeepseekV32(Backbone):
     """The whole model, or some of its layers; see `Backbone`. Its hidden states are those after the final norm."""
 
     block_class = DeepseekV32Block
+    mtp_class = DeepseekV32MTPLayer
 
     def __init__(self, context: BuildContext[DeepseekV32Config], layers: list[int] | None = None, mtp: bool = True):
-        super().__init__(context, layers, mtp, DeepseekV32MTPLayer)
+        super().__init__(context, layers, mtp, self.mtp_class)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """``token_ids``, ``positions`` int64 ``[T]`` -> hidden states after the final norm, ``[T, hidden_size]``."""

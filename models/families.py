@@ -14,7 +14,7 @@ from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.cache.record import OWN_RECORDS
 from deepseek_attn.checkpoint.names import CanonicalSource
-from deepseek_attn.checkpoint.names_v32 import canonical_names
+from deepseek_attn.checkpoint.published import canonical_names
 from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.model import MODEL_TYPES, MODELS, AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import Numerics
@@ -276,7 +276,8 @@ def register_family(model_type: str, config_class: type[AnyConfig], family_class
 
         register_family("mine", MyConfig, MyFamily)
 
-    Tensor names, caches and the split over ranks follow the config that ``config_class`` derives from.
+    Caches and the split over ranks follow the config that ``config_class`` derives from, and so do the tensors of a
+    checkpoint and their names, without a row for ``config_class`` in `checkpoint.published.STYLES`.
     The module that registers a family is imported before its configs are read: by the program, or as an entry point of
     the group ``deepseek_attn.extensions``.
 

@@ -1,7 +1,8 @@
 """Hooks of mkdocs.yml: pages of the site that are not Markdown files of docs/.
 
-The start page is README.md; CHANGELOG.md and CONTRIBUTING.md follow. The notebook is a page with what its cells printed. The API reference has the names that
-`deepseek_attn` exports and the contracts of the kernels. It is read from the source, so that torch is not needed.
+The start page is README.md; CHANGELOG.md and CONTRIBUTING.md follow. The page of the notebook shows its code and the
+text that the code printed. The API reference has the names that `deepseek_attn` exports and the contracts of the
+kernels. It is read from the source, so that torch is not needed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from deepseek_attn.checkpoint.crop_plan import CropPlan
 from deepseek_attn.checkpoint.headers import check_headers
 from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.checkpoint.names import PACKED, CanonicalSource
-from deepseek_attn.checkpoint.names_v32 import canonical_names
+from deepseek_attn.checkpoint.published import canonical_names
 from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
 from deepseek_attn.checkpoint.write import (
     SHARD_BYTES,

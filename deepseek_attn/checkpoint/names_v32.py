@@ -7,19 +7,15 @@ transformers' names. A multi-token-prediction layer, which they number on from t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from deepseek_attn.checkpoint.names import (
     BLOCK_RULES,
     EXPERT_RULES,
     READ_ONLY_RULES,
     Rules,
-    canonical_name,
     rename,
     rename_back,
 )
-from deepseek_attn.config.model import AnyConfig
-from deepseek_attn.config.v32 import DeepseekV32Config
 
 # (checkpoint, model), as whole dotted segments. The indexer's own ``wq_b`` has that name in both.
 RULES: Rules = (
@@ -35,13 +31,6 @@ RULES: Rules = (
 )
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _MTP = re.compile(r"mtp\.(\d+)\.(.+)")
-
-
-def canonical_names(config: AnyConfig) -> Callable[[str], str]:
-    """The function from a checkpoint tensor's name to the model's, by the family of the config."""
-    if isinstance(config, DeepseekV32Config):
-        return lambda name: canonical_name_v32(name, config.num_hidden_layers)
-    return canonical_name
 
 
 def canonical_name_v32(name: str, num_hidden_layers: int) -> str:

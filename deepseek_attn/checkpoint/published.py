@@ -6,16 +6,19 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from deepseek_attn.checkpoint.names import canonical_name
+from deepseek_attn.checkpoint.names_v32 import canonical_name_v32
 from deepseek_attn.checkpoint.recipes import DRAW, ROWS, Recipe
 from deepseek_attn.checkpoint.recipes_v4 import published_tensors_v4
 from deepseek_attn.checkpoint.recipes_v32 import published_tensors_v32
 from deepseek_attn.checkpoint.recipes_v41 import published_tensors_v41
 from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
-from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4, quantize_fp8, quantize_fp8_block
@@ -29,26 +32,42 @@ class Style:
     """Format of the published checkpoints of a family.
 
     Attributes:
-        tensors: gives name and recipe of every tensor, scales excepted.
+        tensors: gives name and recipe of every tensor of a config, scales excepted.
+        names: gives, for a config, the function from a tensor's name in a checkpoint to its name in the model.
         scale: replaces ``weight`` in the name of a scale; scale_dtype: its dtype in the header.
         expert_dtypes: formats of experts, the published one first.
     """
 
     tensors: Callable[[Any], Iterator[tuple[str, Recipe]]]
+    names: Callable[[Any], Callable[[str], str]]
     scale: str
     scale_dtype: str
     expert_dtypes: tuple[str, ...]
 
 
-V4 = Style(published_tensors_v4, "scale", "F8_E8M0", ("fp4", "fp8", "bf16"))
-V32 = Style(published_tensors_v32, "weight_scale_inv", "F32", ("fp8", "bf16"))
-V41 = Style(published_tensors_v41, "scale", "F8_E8M0", ("fp4", "fp8", "bf16"))
+def _names_v4(config: AnyConfig) -> Callable[[str], str]:
+    return canonical_name
+
+
+def _names_v32(config: DeepseekV32Config) -> Callable[[str], str]:
+    return partial(canonical_name_v32, num_hidden_layers=config.num_hidden_layers)
+
+
+# by class of config; a class without a row has the row of the class that it derives from
+STYLES: dict[type[AnyConfig], Style] = {
+    ModelConfig: Style(published_tensors_v4, _names_v4, "scale", "F8_E8M0", ("fp4", "fp8", "bf16")),
+    DeepseekV32Config: Style(published_tensors_v32, _names_v32, "weight_scale_inv", "F32", ("fp8", "bf16")),
+    DeepseekV41Config: Style(published_tensors_v41, _names_v4, "scale", "F8_E8M0", ("fp4", "fp8", "bf16")),
+}
 
 
 def style_of(config: AnyConfig) -> Style:
-    if isinstance(config, DeepseekV41Config):
-        return V41
-    return V32 if isinstance(config, DeepseekV32Config) else V4
+    return next(STYLES[cls] for cls in type(config).__mro__ if cls in STYLES)
+
+
+def canonical_names(config: AnyConfig) -> Callable[[str], str]:
+    """The function from a checkpoint tensor's name to the model's, by the family of the config."""
+    return style_of(config).names(config)
 
 
 def published_tensors(config: AnyConfig) -> Iterator[tuple[str, Recipe]]:

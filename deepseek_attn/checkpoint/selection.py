@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from deepseek_attn.checkpoint.names_v32 import canonical_names
+from deepseek_attn.checkpoint.published import canonical_names
 from deepseek_attn.checkpoint.source import TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.options import is_integer

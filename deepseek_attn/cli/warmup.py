@@ -105,7 +105,7 @@ def read_headers(model: str) -> tuple[AnyConfig, dict[str, TensorInfo]]:
     """The config and tensor headers of a checkpoint, or of the checkpoint that a preset or config would have."""
     from deepseek_attn.checkpoint.hub import PretrainedSource
     from deepseek_attn.checkpoint.names import CanonicalSource
-    from deepseek_attn.checkpoint.names_v32 import canonical_names
+    from deepseek_attn.checkpoint.published import canonical_names
     from deepseek_attn.checkpoint.random import RandomSource
     from deepseek_attn.config.model import ModelConfig, preset_names
 

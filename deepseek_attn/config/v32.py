@@ -188,7 +188,7 @@ class DeepseekV32Config(ConfigBase):
 
     def constants(self) -> dict[str, Any]:
         return {
-            "architectures": [ARCHITECTURES[self.model_type]],
+            "architectures": [ARCHITECTURES["deepseek_v32" if self.has_indexer else "deepseek_v3"]],
             **V32.constants(),
             "num_key_value_heads": self.num_attention_heads,
         }

@@ -18,8 +18,7 @@ from math import prod
 import torch
 
 from deepseek_attn.cache.layout import CacheLayout, PoolSpec
-from deepseek_attn.checkpoint.names_v32 import canonical_names
-from deepseek_attn.checkpoint.published import published_tensors
+from deepseek_attn.checkpoint.published import canonical_names, published_tensors
 from deepseek_attn.checkpoint.recipes import ROWS, Recipe
 from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics

@@ -56,8 +56,14 @@ DEEPSEEK_V4_IMPLS: Impls = (
     DeepseekV4TritonSparseImpl,
     DeepseekV4ReferenceSparseImpl,
 )
-"""In order of preference for ``backend="auto"``; the last one runs everywhere. `v32.backends` has DeepSeek-V3.2's."""
-DEEPSEEK_V41_IMPLS: Impls = (*DEEPSEEK_V4_IMPLS[:2], DeepseekV41TritonSparseImpl, DeepseekV41ReferenceSparseImpl)
+"""In order of preference for ``backend="auto"``. ``reference`` runs everywhere, so ``auto`` never takes an impl that
+comes after it. `v32.backends` has DeepSeek-V3.2's."""
+DEEPSEEK_V41_IMPLS: Impls = (
+    DeepseekV4MixedSparseImpl,
+    DeepseekV4FlashMLASparseImpl,
+    DeepseekV41TritonSparseImpl,
+    DeepseekV41ReferenceSparseImpl,
+)
 
 
 IMPL_METHODS = (
@@ -98,7 +104,7 @@ def _takes(function: Callable[..., object], count: int) -> bool:
 
 
 OWN_IMPLS = Registry(
-    "an attention impl", SparseMLAAttentionImpl, ("auto", "mixed", "flashmla", "triton", "reference", "flashinfer"),
+    "an attention impl", SparseMLAAttentionImpl, ("auto", "flashinfer", *(impl.name for impl in DEEPSEEK_V4_IMPLS)),
     _impl_problems,
 )  # fmt: skip
 

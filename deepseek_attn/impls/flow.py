@@ -39,6 +39,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
 
         Args:
             q, output: ``[T, padded_heads, head_dim]`` with ``T`` at least 1.
+            keys: of each part, ``record.gather(pool, entries, slots, dtype)`` gives the values in plain torch.
 
         Returns:
             ``output``; by default a new tensor of the same shape and dtype.

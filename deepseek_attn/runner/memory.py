@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.checkpoint.names import CanonicalSource
-from deepseek_attn.checkpoint.names_v32 import canonical_names
+from deepseek_attn.checkpoint.published import canonical_names
 from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import TensorInfo
 from deepseek_attn.config.model import AnyConfig

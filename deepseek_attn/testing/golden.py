@@ -24,7 +24,7 @@ from torch import Tensor
 
 from deepseek_attn.checkpoint import CanonicalSource, read_float32, write_checkpoint
 from deepseek_attn.checkpoint.headers import FLOAT_DTYPES
-from deepseek_attn.checkpoint.names_v32 import canonical_names
+from deepseek_attn.checkpoint.published import canonical_names
 from deepseek_attn.checkpoint.stored_weights import scale_name
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.v4 import DeepseekV4Base

@@ -15,7 +15,8 @@ import torch
 
 from deepseek_attn.checkpoint import CanonicalSource, RandomSource, hf_state_dict
 from deepseek_attn.checkpoint.names import hf_name
-from deepseek_attn.checkpoint.names_v32 import canonical_names, published_name_v32
+from deepseek_attn.checkpoint.names_v32 import published_name_v32
+from deepseek_attn.checkpoint.published import canonical_names
 from deepseek_attn.config.keys import UNUSED, V4, V32, V41, FamilyKeys
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.checkpoint.names import CanonicalSource
-from deepseek_attn.checkpoint.names_v32 import canonical_names
+from deepseek_attn.checkpoint.published import canonical_names
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions

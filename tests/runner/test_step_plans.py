@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from deepseek_attn.checkpoint import CanonicalSource, RandomSource
-from deepseek_attn.checkpoint.names_v32 import canonical_names
+from deepseek_attn.checkpoint.published import canonical_names
 from deepseek_attn.cli import main
 from deepseek_attn.cli.plan_table import WIDTH
 from deepseek_attn.config.model import ModelConfig

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,26 @@ import pytest
 import torch
 
 from deepseek_attn.cache.record import OWN_RECORDS, Record, register_record
+from deepseek_attn.checkpoint.published import STYLES, canonical_names
+from deepseek_attn.checkpoint.recipes import Recipe
+from deepseek_attn.checkpoint.recipes_v32 import published_tensors_v32
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import MODEL_TYPES, MODELS, ModelConfig
 from deepseek_attn.config.numerics import get_numerics
+from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.impls import OWN_IMPLS, DeepseekV4TritonSparseImpl, find_impl, get_impl, register_impl
-from deepseek_attn.models.families import FAMILIES, DeepseekV4Family, Family, register_family
+from deepseek_attn.layers.linear import Linear
+from deepseek_attn.models.deepseek_v32 import DeepseekV32, DeepseekV32Block, DeepseekV32MTPLayer
+from deepseek_attn.models.families import FAMILIES, DeepseekV4Family, DeepseekV32Family, Family, register_family
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.testing.random_layer import RandomLayer
 from deepseek_attn.utils.registry import load_extensions
+from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 from tests.support.small_models import two_layers
 from tests.support.typed import untyped
 from tests.testing.own_package import SOURCE, WRONG
 
-TABLES = (OWN_IMPLS.classes, OWN_RECORDS.classes, MODEL_TYPES, MODELS, FAMILIES)
+TABLES = (OWN_IMPLS.classes, OWN_RECORDS.classes, MODEL_TYPES, MODELS, FAMILIES, STYLES)
 PROMPT = [[t % 96 for t in range(3, 60)]]
 SIZES = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 40, "progress": False}
 
@@ -206,6 +214,75 @@ def test_a_wrong_registration_changes_nothing(package):
     raw = ModelConfig.from_preset("tiny").to_dict() | {"model_type": "mine"}
     with pytest.raises(ValueError, match="must make a Config of model_type 'mine', and made a Config of 'own_family'"):
         ModelConfig.from_dict(raw)
+
+
+@dataclass(frozen=True)
+class GatedConfig(DeepseekV32Config):
+    """V3.2 whose attention output is multiplied by ``2 sigmoid(gate_scale * gate(x))``."""
+
+    gate_scale: float
+
+    @classmethod
+    def from_dict(cls, raw, origin="dict"):
+        base = {key: value for key, value in raw.items() if key != "gate_scale"} | {"model_type": "deepseek_v32"}
+        config = DeepseekV32Config.from_dict(base, origin)
+        return cls(**vars(config) | {"model_type": "gated", "gate_scale": raw["gate_scale"]})
+
+
+class GatedAttention(DeepseekV32MLAAttention):
+    def __init__(self, config, spec, rope, numerics, dtype, device, *args):
+        super().__init__(config, spec, rope, numerics, dtype, device, *args)
+        self.gate_scale = config.gate_scale
+        self.wg = Linear(config.hidden_size, config.hidden_size, numerics, dtype, device)
+
+    def forward(self, x, positions, step):
+        return super().forward(x, positions, step) * (2 * torch.sigmoid(self.gate_scale * self.wg(x)))
+
+
+class GatedBlock(DeepseekV32Block):
+    attention_class = GatedAttention
+
+
+class GatedMTPLayer(DeepseekV32MTPLayer):
+    attention_class = GatedAttention
+
+
+class GatedModel(DeepseekV32):
+    block_class, mtp_class = GatedBlock, GatedMTPLayer
+
+
+class GatedFamily(DeepseekV32Family):
+    model_class = GatedModel
+
+
+def gated_tensors(config):
+    yield from published_tensors_v32(config)
+    for number in range(len(config.all_layers)):
+        yield f"model.layers.{number}.self_attn.o_gate.weight", Recipe("quantized", (config.hidden_size,) * 2)
+
+
+def gated_names(config):
+    of_v32 = STYLES[DeepseekV32Config].names(config)
+    return lambda name: of_v32(name).replace(".attn.o_gate.", ".attn.wg.")
+
+
+def test_a_family_with_tensors_and_names_of_its_own(package):
+    """A gate of V3.2's attention. With ``gate_scale`` 0 it is 1: the logits are V3.2's, to the bit."""
+    register_family("gated", GatedConfig, GatedFamily)
+    STYLES[GatedConfig] = replace(STYLES[DeepseekV32Config], tensors=gated_tensors, names=gated_names)
+    base = ModelConfig.from_preset("tiny_v32").replace(num_hidden_layers=2, first_k_dense_replace=1)
+    raw = base.to_dict() | {"model_type": "gated", "gate_scale": 0.0}
+    config = ModelConfig.from_dict(raw)
+    assert isinstance(config, GatedConfig)
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a tensor that no layer takes, an unknown key
+        closed, expected = scores(config), scores(base)
+        opened = scores(config.replace(gate_scale=1.0))
+    assert all(torch.equal(a, b) for a, b in zip(closed, expected, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(opened, expected, strict=True))
+    name = canonical_names(config)("model.layers.2.self_attn.o_gate.weight")  # the MTP layer's
+    assert name == "mtp.0.attn.wg.weight"
 
 
 def test_no_impl_runs():
