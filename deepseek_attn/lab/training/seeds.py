@@ -66,8 +66,11 @@ class SeedsStep(StagedStep):
         return {name: value for row in self.rows.values() for name, value in row.weights().items()} | self.fixed
 
     def objective(self) -> Objective:
+        weights = self.weights()
+        if self.served:
+            weights |= self.source.rounded_parameters(mtp=False, weights=weights)
         losses, index_losses, loads = torch.func.vmap(self.member)(
-            self.weights(), self.tokens, self.targets, self.mask, self.seeds
+            weights, self.tokens, self.targets, self.mask, self.seeds
         )
         return Objective((losses + index_losses).sum(), losses, loads)
 
@@ -75,8 +78,6 @@ class SeedsStep(StagedStep):
         self, weights: dict[str, Tensor], tokens: Tensor, targets: Tensor, mask: Tensor, seed: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, index loss and expert loads of one seed."""
-        if self.served:
-            weights = weights | self.source.rounded_parameters(mtp=False, weights=weights)
         names = {f"model.{name}": value for name, value in weights.items()}
         result = torch.func.functional_call(self.dense, names, (tokens[:, :-1], self.served), {"seed": seed})
         return mean_loss(result.logits, targets, mask), result.index_loss, result.loads

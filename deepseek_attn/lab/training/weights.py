@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
+import torch.nn.functional as F
 
 from deepseek_attn.checkpoint.loader import load_model
 from deepseek_attn.checkpoint.published import published_tensors
@@ -128,7 +129,7 @@ def rounded(values: torch.Tensor, form: str, group: int = FP8_BLOCK) -> torch.Te
     """``values`` after a round trip through storage (see `PublishedSource.stored_as`); the gradient passes unchanged.
 
     Args:
-        values: float32 ``[out, in]``, stacked experts ``[experts, out, in]``, or any shape for unquantised forms.
+        values: float32 ``[..., out, in]``, such as stacked experts, or any shape for unquantised forms.
         form: see `PublishedSource.stored_as`, or ``rows`` for a table whose groups of 32 columns have a scale each.
         group: rows and columns of an FP8 block.
     """
@@ -138,11 +139,10 @@ def rounded(values: torch.Tensor, form: str, group: int = FP8_BLOCK) -> torch.Te
     elif form == ROWS:
         stored = dequantize_fp8(*quantize_fp8(plain, SCALE_GROUP), SCALE_GROUP)
     elif form == "fp8":
-        matrices = plain if plain.dim() == 3 else plain.unsqueeze(0)
-        block = (group, group)
-        stored = torch.stack([dequantize_fp8_block(*quantize_fp8_block(m, block), block) for m in matrices]).view_as(
-            plain
-        )
+        *_, rows, columns = plain.shape
+        padded = F.pad(plain, (0, 0, 0, -rows % group))  # no block spans two matrices
+        stored = dequantize_fp8_block(*quantize_fp8_block(padded.view(-1, columns), (group, group)), (group, group))
+        stored = stored.view_as(padded)[..., :rows, :]
     else:
         stored = plain.to(DTYPES[form].torch).float()
     return values + (stored - plain)
