@@ -4,8 +4,9 @@ The same contract and arguments as ``attend_kernel``. Four warps decode tiles of
 compute logits and weights, eight hold the output ``[64, DIM]`` in registers and multiply weights with keys. Two decoded
 tiles are in flight.
 
-Barriers, for each of the two stages: ``full`` (keys are in shared memory), ``ready`` (weights are), ``empty`` (both
-were read). ``queried``: queries are in shared memory; ``final``: normalisers are.
+Barriers, for each of the two stages: ``full`` (keys are in shared memory), ``ready`` (weights are in shared memory),
+``empty`` (keys and weights were read). ``queried``: queries are in shared memory; ``final``: normalisers are in shared
+memory.
 
 Measured on an H200, in cycles per tile: decoding 1100, the first product 1170, weights 700 to 1000, the second product
 1500. The decoding warps set the pace, 4700 with the loads they wait for. Without the register limits below, ptxas waits
@@ -50,8 +51,8 @@ class HopperShape:
 
     Attributes:
         NOPE: quantised channels of a key, before 64 rotated ones.
-        N0, N1: entries of a page of the pools, N1 0 where there is one pool.
-        SPLIT: results are split-K partials; RAW_Q: of raw queries, else None.
+        N0, N1: entries per page of the first and the second pool; N1 is 0 with one pool.
+        SPLIT: results are split-K partials; RAW_Q: the `RawQShape` of raw queries, else None.
     """
 
     NOPE: int
@@ -107,9 +108,9 @@ def _weigh(work, lists, scale_log2, outputs, tiles, softmax, SHAPE: gl.constexpr
 
 @gluon.jit
 def _put_queries(work, q, tiles, raw_q, DIM: gl.constexpr, RAW_Q: gl.constexpr):
-    """Puts a tile of queries into shared memory, normed and rotated if they are raw.
+    """Puts a tile of queries into shared memory; raw queries are normed and rotated first.
 
-    Of raw queries, cosines and sines at the query's position stay in ``tiles.rotation``.
+    For raw queries, ``tiles.rotation`` keeps the cosines and sines at the query's position.
     """
     t = work.t
     first_head = work.first_head
@@ -140,7 +141,7 @@ def _put_queries(work, q, tiles, raw_q, DIM: gl.constexpr, RAW_Q: gl.constexpr):
 
 @gluon.jit
 def _rotated(pieces, cos, sin, raw_q, DIM: gl.constexpr, RAW_Q: gl.constexpr):
-    """Pieces ``[64, 64]`` of raw queries, normed and rotated; as `query_norm_rope` rounds them."""
+    """Pieces ``[64, 64]`` of raw queries, normed and rotated, with the rounding of `query_norm_rope`."""
     PIECE: gl.constexpr = pieces[0].type.layout
     if RAW_Q.NORM:
         squares = gl.zeros([64, 64], gl.float32, layout=PIECE)
@@ -164,7 +165,7 @@ def _rotated(pieces, cos, sin, raw_q, DIM: gl.constexpr, RAW_Q: gl.constexpr):
 
 @gluon.jit
 def _store_quantized(value, work, tiles, raw_q, SHAPE: gl.constexpr):
-    """Stores heads ``[64, 512]``, float32, rotated back and as FP8 per 128 channels."""
+    """Rotates float32 heads ``[64, 512]`` back, and stores them in FP8 with a scale per 128 channels."""
     t = work.t
     first_head = work.first_head
     H = work.H
@@ -260,7 +261,7 @@ def _accumulate(
 def attend_hopper_kernel(
     q, first, second, outputs, raw_q, H, width0, width1, limit0, limit1, SHAPE: gl.constexpr
 ):  # fmt: skip
-    """Arguments as of `attend_kernel`; SHAPE: `HopperShape`. Grid ``(queries * blocks of 64 heads, splits)``."""
+    """Takes the arguments of `attend_kernel`; SHAPE: `HopperShape`. Grid ``(queries * blocks of 64 heads, splits)``."""
     POOLS: gl.constexpr = 1 if SHAPE.N1 == 0 else 2
     DIM: gl.constexpr = SHAPE.NOPE + 64
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -12,10 +12,10 @@ from deepseek_attn.kernels.common.gluon import barrier, reinterpret
 
 
 class KeyLists(NamedTuple):
-    """Slots of a query's keys in two pools; of one pool twice the same.
+    """Slots of a query's keys in two pools; with one pool, both fields hold that pool's.
 
     Attributes:
-        lens0, lens1: ``[T]`` columns that count, or None for all ``width0`` and ``width1``.
+        lens0, lens1: ``[T]`` leading columns that count; None: all ``width0`` or ``width1`` columns.
         indices0, indices1: this query's row of slots; limit0, limit1: entries in the pools.
     """
 
@@ -39,7 +39,7 @@ class KeyPools(NamedTuple):
 
 
 class KeyCounts(NamedTuple):
-    """Columns of a query that count in each pool, tiles of the first pool, and all tiles."""
+    """Numbers of a query: columns that count in each pool, tiles of the first pool, tiles of both."""
 
     len0: Any
     len1: Any

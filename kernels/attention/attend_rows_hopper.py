@@ -4,8 +4,9 @@ Persistent: a program computes job after job (64 heads of a query) without drain
 of 64 rows to shared memory, four compute logits and weights, eight hold the output ``[64, DIM]`` in registers and
 multiply weights with keys. Two tiles are in flight.
 
-Barriers, for each of the two stages: ``full`` (keys are in shared memory), ``ready`` (weights are), ``empty`` (both
-were read). For each job: ``final`` (normalisers are in shared memory) and ``read`` (they were read).
+Barriers, for each of the two stages: ``full`` (keys are in shared memory), ``ready`` (weights are in shared memory),
+``empty`` (keys and weights were read). For each job: ``final`` (normalisers are in shared memory) and ``read`` (they
+were read).
 
 Measured on an H200, 4096 queries of 64 heads over 640 keys: 879 us; tiles of 32 keys in four stages 989 us; logits of
 the next tile before the weights of this one 1115 us.
@@ -44,7 +45,7 @@ class RowJobs(NamedTuple):
     """Jobs of all programs: blocks of 64 of ``H`` heads of a query.
 
     Attributes:
-        lens: ``[T]`` columns of a query that count, or None for all ``width``.
+        lens: ``[T]`` leading columns of a query that count; None: all ``width``.
     """
 
     H: Any

@@ -23,7 +23,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class AttendQueries(NamedTuple):
-    """Queries, as kernels read them: ``q [T, H, d]`` with strides in elements; ``scale_log2``: of logits to base 2."""
+    """Queries as kernels read them: ``q [T, H, d]``, strides in elements, and the factor of logits to base 2."""
 
     q: Any
     stride_t: Any
@@ -50,10 +50,11 @@ class AttendOutputs(NamedTuple):
     """Where kernels write the result, or split-K partials.
 
     Attributes:
-        out: ``[T, H, d_v]`` with these strides; of partials contiguous ``[T, splits, H, d_v]``. None: it is quantised.
-        lse: float32 ``[T, H]`` natural log; of partials ``[T, splits, H]`` to base 2. None: it is quantised.
-        largest: largest logits like ``lse``, but natural always; or None.
-        sink: float ``[H]`` logits that join the denominator, or None. Partials are without.
+        out: ``[T, H, d_v]`` with these strides; of partials contiguous ``[T, splits, H, d_v]``. None if the result is
+            quantised.
+        lse: float32 ``[T, H]`` natural log; of partials ``[T, splits, H]`` to base 2. None if the result is quantised.
+        largest: largest logits, with the shape of ``lse`` and always natural; or None.
+        sink: float ``[H]`` logits that join the denominator; None without sinks and for partials.
     """
 
     out: Any
@@ -91,8 +92,8 @@ class RawQShape:
     """Constants of kernels that read raw queries.
 
     Attributes:
-        DTYPE: of the queries; ROPE: rotated channels; ROTATED: they are normed and rotated already; NORM: else norm
-            them before they are rotated; POW2: kind of scales; NATIVE_FP8: the GPU converts to FP8.
+        DTYPE: of the queries; ROPE: rotated channels; ROTATED: the queries are normed and rotated already; NORM: if
+            not, norm them before the rotation; POW2: scales are powers of two; NATIVE_FP8: the GPU converts to FP8.
     """
 
     DTYPE: Any
@@ -112,7 +113,7 @@ class AttendShape:
         POOLS: 1 or 2. FIRST, SECOND: layouts of the pools' entries, equal if there is one pool.
         STARTS, WIDTHS: channels of the pieces of a key; the first V_PIECES of them are the value.
         DTYPE: of products; PRECISION: of float32 products; NATIVE_FP8: the GPU converts e4m3.
-        SPLIT: results are split-K partials; RAW_Q: of raw queries, else None.
+        SPLIT: results are split-K partials; RAW_Q: the `RawQShape` of raw queries, else None.
         BLOCK_H, BLOCK_N: heads and keys of a tile; STAGES: tiles in flight; PDL: start before the previous kernel ends.
     """
 
@@ -219,7 +220,7 @@ def _rotated_pieces(
     pieces, t, raw_q, STARTS: tl.constexpr, WIDTHS: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of raw queries, normed and rotated; as `query_norm_rope` rounds them."""
+    """Pieces of raw queries, normed and rotated, with the rounding of `query_norm_rope`."""
     ROWS: tl.constexpr = pieces[0].shape[0]
     position = tl.load(raw_q.positions + t + tl.arange(0, 1))
     known = (position >= 0) & (position < raw_q.max_positions)
@@ -253,9 +254,9 @@ def attend_kernel(
     """Attends heads of query ``program 0`` to split ``program 1`` of its keys; without SPLIT the result is final.
 
     Args:
-        q: `AttendQueries`; raw_q: `RawQArguments` if they are raw, else None.
-        first, second: `AttendPool`; ``second`` None with one pool. Its entries may be another record's, of groups below
-            64 like the first's.
+        q: `AttendQueries`; raw_q: `RawQArguments` of raw queries, else None.
+        first, second: `AttendPool`; ``second`` is None with one pool. The pools' records may differ if the groups of
+            both have less than 64 channels.
         outputs: `AttendOutputs`.
         H: heads; width0, width1: columns of the pools' indices; limit0, limit1: entries in the pools.
         SHAPE: `AttendShape`.
@@ -424,7 +425,7 @@ def attend_kernel(
 
 @triton.jit
 def _store_quantized(value, t, head, start, raw_q, DIM: tl.constexpr, SHAPE: tl.constexpr):
-    """Stores channels of a head from ``start`` on, float32, rotated back and as FP8 per 128 channels."""
+    """Rotates back float32 channels of a head from ``start`` on; stores them in FP8 with a scale per 128 channels."""
     PAIRS: tl.constexpr = value.shape[0] // 2
     GROUPS: tl.constexpr = value.shape[0] // 128
     # rounded to the queries' dtype, as attention would store it, before it is rotated back
@@ -454,7 +455,8 @@ def attention_combine_kernel(partials, outputs, raw_q, H, splits, SHAPE: tl.cons
 
     Args:
         partials: `AttendOutputs` that `attend_kernel` or a kernel for Hopper has written.
-        outputs: `AttendOutputs` of the result; with ``raw_q`` it is rotated back and quantised, to its tensors.
+        outputs: `AttendOutputs` of the result; with ``raw_q`` the result is rotated back, quantised and written to the
+            tensors of ``raw_q``.
         raw_q: `RawQArguments`, or None; H: heads; SHAPE: `CombineShape`.
     """
     D_V: tl.constexpr = SHAPE.D_V

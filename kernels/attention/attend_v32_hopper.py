@@ -7,7 +7,7 @@ are bfloat16; and 576 channels leave room for the weights of one tile only.
 
 Barriers, for each of the two stages: ``full`` (keys are in shared memory), ``empty`` (both products have read them);
 for each tile: ``ready`` (weights are in shared memory), ``spent`` (they were read). ``queried``: queries are in shared
-memory; ``final``: normalisers are.
+memory; ``final``: normalisers are in shared memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LatentKeys(NamedTuple):
 
     Attributes:
         pool: first page; page_stride: bytes from one page to the next.
-        indices: this query's row of slots; lens: ``[T]`` columns that count, or None for all ``width``.
+        indices: this query's row of slots; lens: ``[T]`` leading columns that count; None: all ``width``.
         limit: entries in the pool.
     """
 
@@ -100,7 +100,7 @@ def _slots(tile, count, keys, layout: gl.constexpr):
 
 @gluon.jit
 def _row(slot, keys, NOPE: gl.constexpr, N: gl.constexpr):
-    """Pointers to the entries of slots; a missing slot gets the pointer of some entry, whose load is masked."""
+    """Pointers to the entries of slots; a missing slot gets a pointer to an arbitrary entry, and its load is masked."""
     entry = gl.maximum(slot, 0)
     return keys.pool + (entry // N).to(gl.int64) * keys.page_stride + entry % N * (NOPE + NOPE // 32 + 2 * ROPE)
 

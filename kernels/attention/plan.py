@@ -80,7 +80,7 @@ class AttendProblem:
 
     @property
     def planned(self) -> int:
-        """Queries that the choice is made for."""
+        """The number of queries for which kernel and tiles are chosen."""
         return MANY_ROWS if self.batch_invariant else self.queries
 
     @property
@@ -239,7 +239,7 @@ class AttendPlan:
     Attributes:
         attend: kernel and tiles; splits: of the keys of a query.
         combine: the launch that combines splits, or rotates and quantises; None if ``attend`` writes the result.
-        dtype: of products, of which `partial_dtype` follows.
+        dtype: of products; it determines `partial_dtype`.
         programs: of the persistent `attend_rows_hopper_kernel`; pdl, native_fp8: as of `GPU`.
     """
 

@@ -104,7 +104,7 @@ def _paged_source(keys: PagedKeys) -> _Source:
 
 
 def _written(result: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(out, lse)``, copied to the caller's ``out`` if there is one."""
+    """The result ``(out, lse)``; a caller's ``out`` receives a copy and is returned in its place."""
     return result if out is None else (out.copy_(result[0]), result[1])
 
 

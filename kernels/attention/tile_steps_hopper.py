@@ -1,7 +1,7 @@
 """Gluon device code shared by the attention kernels for Hopper: the steps of a tile of 64 heads and 64 keys.
 
 Warps that decode or copy put tiles of keys into shared memory, warps that weigh compute logits and weights, warps that
-accumulate hold the output in registers. How they wait for each other is at the head of each kernel's file.
+accumulate hold the output in registers. The head of each kernel's file describes its barriers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SoftmaxBuffers(NamedTuple):
 def scaled_logits(product, attended, scale_log2):
     """Logits ``[64, keys]`` to base 2 from products; -inf in columns without a key, which are not ``attended [keys]``.
 
-    They are selected, not added: a NaN in a query without keys, as in rows that fill up a batch, must not be seen.
+    -inf replaces the logit and is not added to it, because queries without keys, such as padding rows, may hold NaN.
     """
     return gl.where(attended[None, :], product * scale_log2, float("-inf"))
 
@@ -122,7 +122,7 @@ def put_factors(factor, factors, final):
 
 @gluon.jit
 def accumulate_tile(acc, softmax, stage, keys, key_stage):
-    """The output with a tile's weights times keys, once their ``ready`` barrier has let this warp pass."""
+    """Waits for the tile's ``ready`` barrier, then adds its weights times keys to the output."""
     acc = acc * softmax.decays.index(stage).load(gl.SliceLayout(1, acc.type.layout))[:, None]
     fence_async_shared()  # keys were written by ordinary stores or copies, of other warps
     acc = warpgroup_mma(softmax.weights.index(stage), keys.index(key_stage), acc, is_async=True)
@@ -135,7 +135,7 @@ def accumulate_tile(acc, softmax, stage, keys, key_stage):
 def store_staged(value, queries, row_out, out_stride, work, dtype: gl.constexpr):
     """Stores heads ``[64, channels]`` to rows from ``row_out`` on, ``out_stride`` apart.
 
-    Reuses the memory of the queries to stage the output, so that stores write whole cache lines.
+    Stages the output in the shared memory of the queries, so that stores write whole cache lines.
     """
     DIM: gl.constexpr = value.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])

@@ -43,7 +43,7 @@ class ExchangeWords(NamedTuple):
     """Runtime arguments of `exchange_kernel`.
 
     Attributes:
-        x, out: int32, the words that this rank sends, and the result computed from the words received.
+        x, out: int32 words that this rank sends, and words of the result.
         addresses, state: of the `PeerBuffers`. The state's upper half is the number of this exchange; the lower half
             counts the programs that have read the number. The last program to read it advances it.
         words: number sent to each rank; timeout_ms: of the `PeerBuffers`.
@@ -63,7 +63,7 @@ class ExchangeConfig:
 
     Attributes:
         WORLD: ranks; CAPACITY: words of a message at most.
-        SCATTER: ``x`` has other words for each rank.
+        SCATTER: each rank is sent a different part of ``x``.
         BLOCK: words of a program to each rank.
     """
 

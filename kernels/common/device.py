@@ -18,7 +18,7 @@ LOG2E = 1.4426950408889634
 
 
 class GPU(NamedTuple):
-    """Compute capability (major, minor) and number of multiprocessors."""
+    """A GPU's compute capability (major, minor) and number of multiprocessors."""
 
     capability: tuple[int, int]
     multiprocessors: int

@@ -48,7 +48,7 @@ def float32_product(
     Args:
         split: channels per partial sum, a multiple of 64.
         squares: add a column, the sum of squares of x.
-        grouped_rows: rows from which a program adds up a group of splits or more.
+        grouped_rows: number of rows from which on a program adds up one or more groups of splits.
     """
     (T, K), N = x.shape, len(weight)
     problem = Float32ProductProblem(T, K, batch_invariant(), N, x.dtype, weight.dtype, split, grouped_rows)

@@ -45,7 +45,7 @@ class Float32ProductProblem(RowsProblem):
 
     @property
     def grouped(self) -> bool:
-        """A program adds up groups of splits: the order of sums is the same, but not their partial sums."""
+        """A program adds up groups of splits: same order of additions, fewer partial sums."""
         return self.rows >= self.grouped_rows and not self.batch_invariant
 
 

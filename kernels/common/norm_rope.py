@@ -34,7 +34,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def _trains_on_gpu(x: Tensor) -> bool:
-    """Whether gradients of ``x`` are needed where passes over memory are what they cost."""
+    """Whether gradients of ``x`` are needed on a GPU, where their cost is passes over memory."""
     if x.device.type == "cpu" or not torch.is_grad_enabled():
         return False
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack the module

@@ -148,7 +148,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """The plan of an op that takes one row of a table; ``native_fp8`` and ``pdl`` as of `GPU`."""
+    """The plan of an op that takes one row of a table; ``native_fp8`` and ``pdl`` as in `GPU`."""
 
     choice: Choice
     native_fp8: bool
@@ -156,7 +156,7 @@ class KernelPlan:
 
     @classmethod
     def of(cls, choice: Choice, gpu: GPU) -> Self:
-        """The plan that launches this choice on a GPU; late, if its configuration has ``early=False``."""
+        """The plan that launches this choice on a GPU; ``early=False`` in its configuration turns early launch off."""
         return cls(choice, gpu.native_fp8, gpu.pdl and getattr(choice.config, "early", True))
 
     @property
@@ -245,7 +245,7 @@ class Table(Generic[P]):
         return supported(problem, gpu)
 
     def candidates(self, problem: P, gpu: GPU) -> list[Row[P]]:
-        """Rows whose kernel supports the problem, whatever their condition; none twice with one configuration."""
+        """Rows whose kernel supports the problem, whatever their condition; each configuration once."""
         found: dict[Any, Row[P]] = {}
         for row in self.rows:
             if self.supports(row, problem, gpu):
@@ -254,7 +254,7 @@ class Table(Generic[P]):
         return list(found.values())
 
     def chosen(self, row: Row[P], problem: P, gpu: GPU) -> Choice:
-        """A row as it is taken for a problem."""
+        """The `Choice` of a row for a problem."""
         config = row.config(problem, gpu) if callable(row.config) else row.config
         return Choice(row.kernel, config, row.when.name, row.source)
 
@@ -287,7 +287,7 @@ _forced: ContextVar[Forced | None] = ContextVar("forced", default=None)
 
 @contextmanager
 def _holding(variable: ContextVar, value: T) -> Iterator[T]:
-    """In this context a variable has a value."""
+    """Context in which a context variable has this value."""
     token = variable.set(value)
     try:
         yield value

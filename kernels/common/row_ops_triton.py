@@ -203,8 +203,8 @@ class Fp8Rows(NamedTuple):
     """Runtime arguments: rows that are stored as FP8 with a scale per 128 channels, the input of an FP8 linear.
 
     Attributes:
-        codes: ``[T, channels]`` FP8, or bytes where the GPU has no FP8; stride: between rows. (Not "values": Triton's
-            tuples have an attribute of that name.)
+        codes: ``[T, channels]`` FP8, or bytes where the GPU has no FP8; stride: between rows. (The name "values" is
+            taken by Triton's tuples.)
         scale: float32 ``[T, channels / 128]``, contiguous along the rows; scale_stride: between groups of channels.
     """
 
@@ -216,9 +216,10 @@ class Fp8Rows(NamedTuple):
 
 @triton.jit
 def store_fp8_groups(groups, codes, scales, inside, groups_inside, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Quantises ``groups [G, n]`` of float32, each with a scale, and stores codes and scales.
+    """Quantises float32 ``groups [G, n]`` with a scale per group, and stores codes and scales.
 
-    ``codes [G, n]`` and ``scales [G]`` are pointers, ``inside [G, n]`` and ``groups_inside [G]`` their masks.
+    ``codes [G, n]`` and ``scales [G]`` are pointers; ``inside [G, n]`` and ``groups_inside [G]`` are the masks of their
+    stores.
     """
     code, scale = quantize_groups(groups, POW2, NATIVE_FP8, codes.dtype.element_ty)
     tl.store(codes, code, mask=inside)

@@ -56,10 +56,11 @@ class CollapseArguments(NamedTuple):
 
     Attributes:
         streams: ``[T, M, D]``.
-        weights: float32 ``[T, M]`` that collapse the streams, or None: pre, which the sums give.
+        weights: float32 ``[T, M]`` that collapse the streams; None: collapse with ``pre``, computed from ``sums``.
         sums: float32 ``[splits, T, ROWS + 1]``, partial sums of the product and of squares.
         base, scale: of the `HyperConnection`; norm: float32 ``[D]`` or None.
-        x: ``[T, D]``; pre, post, comb: float32 ``[T, M]``, ``[T, M]`` and ``[T, M, M]``: results; pre may be None.
+        x: ``[T, D]``; pre, post, comb: results, float32 ``[T, M]``, ``[T, M]`` and ``[T, M, M]``; ``pre`` is not stored
+            if None.
         rms_eps, hc_eps: of the `HyperConnection`.
     """
 
@@ -233,7 +234,7 @@ def _divided_columns(comb, hc_eps, M: tl.constexpr):
 
 @triton.jit
 def _balance(args, first, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
-    """Stores post (a sigmoid) and comb (Sinkhorn's rounds) of ``TOKENS`` tokens from ``first`` on; pre if it is given.
+    """Stores post (a sigmoid), comb (Sinkhorn's rounds) and, if given, pre of ``TOKENS`` tokens from ``first`` on.
 
     A thread holds whole matrices, so that the rounds wait for arithmetic only, not for other threads.
     """

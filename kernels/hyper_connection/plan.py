@@ -52,7 +52,7 @@ class StreamsPlan:
     """Launches, in this order.
 
     Attributes:
-        update: of the streams; `hc_mix_kernel` where ``product`` updates them too; None: nothing updates them.
+        update: updates the streams; `hc_mix_kernel` where ``product`` does so in the same launch; None: no update.
         product: of the streams with ``fn``: `hc_mix_kernel`, or a `float32_product` with a plan of its own.
         collapse: of the streams to a sublayer's input, with post and comb beside it.
         pdl: programs start before the previous kernel has ended.
@@ -70,7 +70,7 @@ def _little_output(p: StreamsProblem, gpu: GPU) -> bool:
 
 
 def _post_tiles(most: int) -> Callable[[StreamsProblem, GPU], LaunchBlock]:
-    """Channels of a program: up to ``most``; 1024 of them have four warps."""
+    """Tiles of up to ``most`` channels; 1024 channels take four warps."""
 
     def tiles(p: StreamsProblem, gpu: GPU) -> LaunchBlock:
         channels = min(next_power_of_2(p.channels), most)

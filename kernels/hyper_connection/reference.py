@@ -67,7 +67,7 @@ def _sum_matrices_with_eps(m: int) -> tuple[np.ndarray, np.ndarray]:
 @cache
 @torch.inference_mode(False)
 def _part_of_row(m: int, device: torch.device) -> Tensor:
-    """Of each row of ``fn``, which part it belongs to: 0 pre, 1 post, 2 comb."""
+    """The part that each row of ``fn`` belongs to: 0 pre, 1 post, 2 comb."""
     return torch.tensor([0] * m + [1] * m + [2] * m * m, device=device, dtype=torch.int64)
 
 
@@ -84,7 +84,7 @@ def _sum_matrices(m: int, eps: float, device: torch.device) -> tuple[Tensor, Ten
 @cache
 @torch.inference_mode(False)
 def _gate_range(m: int, eps: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of the pre and post gates: values at sigmoid 0, and differences to those at sigmoid 1."""
+    """Values of the pre and post gates where the sigmoid is 0, and their differences to the values where it is 1."""
     return torch.tensor([eps] * m + [0.0] * m, device=device, dtype=torch.float32), torch.tensor(
         [1.0] * m + [2.0] * m, device=device, dtype=torch.float32
     )

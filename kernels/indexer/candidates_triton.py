@@ -135,7 +135,7 @@ def candidate_entries_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Replaces selected columns by the entries that they are, and stores their slots if ``PAGE`` is not 0."""
+    """Replaces selected columns by their entries, and stores the entries' slots if ``PAGE`` is not 0."""
     pdl_begin(PDL)  # wait until the columns are selected
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

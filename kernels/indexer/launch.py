@@ -256,7 +256,7 @@ def candidate_scores(
 def launch_candidate_entries(
     out: Tensor, out_slots: Tensor | None, num_visible: Tensor, keys: PagedIndexKeys, candidates: CandidateBlocks
 ) -> None:
-    """Replaces selected columns ``out [T, k]`` by the entries that they are, and writes their slots."""
+    """Replaces selected columns ``out [T, k]`` by their entries, and writes the entries' slots."""
     if not out.numel():
         return
     (T, k), kept, table = out.shape, candidates.kept, keys.block_table

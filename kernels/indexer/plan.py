@@ -130,9 +130,9 @@ def tokens_in_turn(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
 
 
 def one_token(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
-    """One tile each where all programs run at a time; else several waves of programs, of four tiles at least.
+    """One tile per program where all run at a time; otherwise several waves of programs with four tiles or more.
 
-    A last wave of few long ones would take as long as a full one.
+    A last wave of a few long programs would take as long as a full wave.
     """
     keys, resident = _tile_keys(gpu), 4 * gpu.multiprocessors
     tiles = cdiv(p.width, keys)
@@ -267,7 +267,7 @@ ENTRIES = one_kernel("indexer.candidate_entries", "candidate_entries_kernel", (A
 
 @dataclass(frozen=True)
 class IndexQueryProblem(RowsProblem):
-    """Index queries of tokens, and the kernel that computes them: alone, or beside queries of the layer."""
+    """Index queries of ``tokens`` tokens; ``kernel`` computes them alone, or together with the layer's queries."""
 
     kernel: str = "index_query_kernel"
 

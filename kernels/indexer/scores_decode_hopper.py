@@ -71,7 +71,7 @@ def _key_layout(words, with_bytes):
 
 @gluon.jit
 def _page_of(keys, tile, row, PAGE: gl.constexpr):
-    """Pages of a tile: one, where all of its keys are in it, else one for each key."""
+    """Pages of a tile's keys: a single page if it holds all of them, otherwise one per key."""
     if PAGE % BLOCK == 0:
         return gl.load(keys.table + tile * BLOCK // PAGE, mask=tile * BLOCK < keys.n, other=0)
     else:

@@ -94,7 +94,7 @@ class TileStages(NamedTuple):
 
 @gluon.jit
 def _length(lens, token):
-    """Entries to score of a token: none if all of them are selected anyway."""
+    """Number of a token's entries to score; 0 if all of them are selected anyway."""
     n = gl.minimum(gl.load(lens.num_visible + token, mask=token < lens.T, other=0), lens.width).to(gl.int32)
     return gl.where(n > lens.skip, n, 0)
 
@@ -177,7 +177,7 @@ def _copy(lens, pages, stages, PAGE: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _sums_of_thread(product, weight):
-    """Sums of the heads that a thread holds, ``[keys, tokens, 4]``: the four lanes of a quad have every fourth pair."""
+    """Sums over the heads that a thread holds, ``[keys, tokens, 4]``; each lane of a quad holds every fourth pair."""
     product = (product + gl.abs(product)) * weight[None, :]  # twice a ReLU, at twice the rate of a maximum
     pairs = product.reshape([BLOCK, GROUP_TOKENS, HEADS // 8, 4, 2]).permute((0, 1, 3, 2, 4))
     return gl.sum(pairs.reshape([BLOCK, GROUP_TOKENS, 4, HEADS // 4]), 3)

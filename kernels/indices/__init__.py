@@ -33,7 +33,7 @@ def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: in
 
 
 def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> EntryCounts:
-    """How many entries each token sees, ``(position + 1) // ratio``, and reads: at most ``topk``. 0 for padding.
+    """Numbers of entries that each token sees, ``(position + 1) // ratio``, and reads, at most ``topk``. 0 for padding.
 
     Args:
         positions: int64 ``[T]``; is_valid: bool ``[T]``.

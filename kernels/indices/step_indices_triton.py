@@ -154,7 +154,7 @@ def _entry_slot(t, pos, req, token_slot, table, outs, G: tl.constexpr, GROUPS: t
 def _entries_tile(
     t, pos, req, valid, paged, task, table, outs, G: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr
 ):
-    """A tile of row ``t`` of all closed entries, if ``task`` is of this ratio: slots if ``paged``, else entries."""
+    """A tile of row ``t`` of all closed entries if ``task`` is of this ratio: slots if ``paged``, else local ids."""
     GROUP: tl.constexpr = GROUPS[G]
     first = (task - GROUP.FIRST_TASK) * TILE
     if (first >= 0) & (first < GROUP.WIDTH):

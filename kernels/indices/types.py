@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class IndexRows(NamedTuple):
-    """Rows of indices: int32 ``[T, K]``, -1 for none, and int32 ``[T]`` how many columns of a row count."""
+    """Rows of indices: int32 ``[T, K]``, -1 for unused columns, and int32 ``[T]``, the leading columns that count."""
 
     indices: Tensor
     lens: Tensor
@@ -30,7 +30,7 @@ class DecodeRows(NamedTuple):
 
 
 class EntryCounts(NamedTuple):
-    """Entries that each token sees, int64 ``[T]``, and that it reads when the best are selected, int32 ``[T]``."""
+    """Numbers of entries that each token sees, int64 ``[T]``, and that it reads after a selection, int32 ``[T]``."""
 
     visible: Tensor
     selected: Tensor

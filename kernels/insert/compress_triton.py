@@ -86,7 +86,7 @@ class WindowRows(NamedTuple):
     """Where the rows of windows ``[N]`` are, by place in the window.
 
     Attributes:
-        first_existing: tokens exist from this place on; first_new: and from this one on they are of this step.
+        first_existing: the first place that has a token; first_new: the first place whose token is of this step.
         ring_row: ring row of place 0; ring: pointer to the ring.
         kv, score: pointers to the rows of place 0 among this step's tokens.
     """
@@ -306,7 +306,7 @@ def _store_entry(pooled, slot, weight, freqs_cis, part, SHAPE: tl.constexpr, NAT
 
 @triton.jit
 def _group_of(e, first_groups, groups, rings, REQUESTS: tl.constexpr):
-    """Group ``e`` of all: its request, which of the request's groups it is, and the request's ring.
+    """Request of window group ``e``, number of the group within the request, and the request's ring.
 
     ``first_groups [REQUESTS]`` is the number of each request's first group.
     """

@@ -107,7 +107,7 @@ def _launch_windows(
     plan: InsertPlan, compressors: Sequence[CompressPart], batch: CompressBatch | None,
     rows: tuple = (), shapes: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Pools windows and stores ring rows; with ``rows``, keys and query latents, writes these as well."""
+    """Pools windows and stores ring rows; also writes keys and query latents if ``rows`` gives them."""
     if plan.windows is None or plan.division is None or batch is None:
         return
     tiles, division = plan.windows.config, plan.division

@@ -108,7 +108,7 @@ class HeadArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Constants of `norm_heads`: channels of a head, rotated ones, tile, heads of a program; NORM: or not."""
+    """Constants of `norm_heads`: channels of a head, rotated channels, tile, heads of a program; NORM: or no norm."""
 
     D: int
     ROPE: int

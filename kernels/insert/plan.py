@@ -84,9 +84,9 @@ class PoolTiles(NamedTuple):
     Attributes:
         warps: of a program; lanes: tokens that are summed side by side, and combined at the end; reads: tokens that a
             lane loads at once; channels: of a program, 0 for all. With ``lanes`` of 1 a program pools all channels.
-        chunks: blocks of ``channels`` that a program pools at most.
+            chunks: maximum blocks of ``channels`` per program.
         values: channels of a program that pools whole windows, several narrow ones at once.
-        programs: that pool, at most.
+        programs: maximum number of programs that pool.
     """
 
     warps: int

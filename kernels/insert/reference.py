@@ -29,7 +29,7 @@ class ClosingWindows:
     """Windows that close in a step, and where the projections of their tokens are.
 
     Attributes:
-        phase: int64 ``[T]``, position within the window (row of ``ape``).
+        phase: int64 ``[T]``, position of each token within its window (row of ``ape``).
         flight: int64 ``[E, G]``, row among this step's tokens of each of the ``G`` tokens of the ``E`` closing windows.
         from_state: int64 ``[C, 2]``, (window, place in it) of tokens of earlier steps, and
         state_source: int64 ``[C]``, their rows in the flattened state pool.
@@ -228,7 +228,7 @@ def pool_windows(values: Tensor, scores: Tensor, absent: Tensor) -> Tensor:
 def _gather_slots(
     part: CompressPart, flight: Tensor, index: Tensor, window: Tensor, slot: Tensor, earlier: Tensor
 ) -> Tensor:
-    """``[windows, slots, d]``: rows of this step, then rows of earlier steps; each the half that the entry pools."""
+    """``[windows, slots, d]``: rows of this step, then of earlier steps; of each row the half that the entry pools."""
     dim = part.dim
     if flight.shape[1] == dim:
         gathered = _rows_at(flight, index)

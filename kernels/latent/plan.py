@@ -88,7 +88,7 @@ class LatentPlan:
 
     Attributes:
         product: a kernel that computes everything, or cuBLAS, which multiplies.
-        tokens: of a program, of ``rotation`` if that is there.
+        tokens: of a program; of ``rotation``'s programs if there is a rotation.
         dequantize: makes a plain weight for cuBLAS; None where the weight is read as it is.
         rotation: rotates queries and fills padding heads beside cuBLAS; None where the product's kernel does, or for
             values.
@@ -115,7 +115,7 @@ def half_precision(problem: LatentProblem, gpu: GPU) -> bool:
 
 @condition
 def small_m(problem: LatentProblem, gpu: GPU) -> bool:
-    """Few enough tokens that a launch which reads the weight once per 64 of them is faster than cuBLAS.
+    """So few tokens that a launch that reads the weight once per 64 tokens is faster than cuBLAS.
 
     On an H200 with 128 heads, blocks of 64 tokens took 17.7 us at 128 tokens and cuBLAS 16.0 us, with a weight of 17 MB
     in bf16; to write that from FP8 for cuBLAS moves 25 MB more.

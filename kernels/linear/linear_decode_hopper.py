@@ -2,8 +2,8 @@
 
 Reading the weights takes all of the time, so one warp does nothing else: it streams them through a ring of stages in
 shared memory, from one job to the next. It never waits for the previous kernel, because weights do not depend on it.
-A warpgroup waits for it, puts the whole input of a job into shared memory, quantised there if it is not yet, with the
-scales of each block's products, and multiplies.
+A warpgroup waits for the previous kernel, puts the whole input of a job into shared memory (an unquantised input is
+quantised there) with the scales of each block's products, and multiplies.
 
 A job is a tile of ``ROWS`` weight rows, over all channels or one split of them. Stages hold 16 KiB, not less: each has
 two barriers, which take 0.1 us to set up before a program's first load.

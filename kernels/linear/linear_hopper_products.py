@@ -95,7 +95,7 @@ class HopperMemory(NamedTuple):
 
 
 class QuantizedOutput(NamedTuple):
-    """FP8 output, scales ``[N / 128, M]`` and the stride of their rows; q is None without such an output."""
+    """FP8 output ``q``, its scales ``[N / 128, M]`` and their row stride; ``q`` is None without an FP8 output."""
 
     q: Any
     scale: Any

@@ -40,7 +40,7 @@ class LinearInputs(NamedTuple):
 
 
 class SplitScratch(NamedTuple):
-    """Split-K partial sums of FP8 and of plain tiles, float32 or None; counters of the partial sums that arrived."""
+    """Float32 split-K partial sums of FP8 and of plain tiles, or None; counters of partial sums that have arrived."""
 
     fp8: Any
     plain: Any
@@ -52,7 +52,7 @@ class WeightFormat:
     """Constants of the weights of one kind in a launch.
 
     Attributes:
-        TILES: of which weights; ROWS, CHANNELS: of a block that a program reads at once.
+        TILES: tiles of the weights; ROWS, CHANNELS: size of the block that a program reads at once.
         FP8: weights are FP8 with a scale per ``CHANNELS`` rows and channels.
         INPUT: "plain"; "quantized": FP8 from an earlier launch; "quantize": programs quantise as they read.
         DTYPE, PARTS, PRECISION: as in `DotFormat`, ``DTYPE`` as Triton names it.

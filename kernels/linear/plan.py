@@ -129,7 +129,7 @@ def fills_gpu_with_halves(problem: LinearProblem, gpu: GPU) -> bool:
 
 @condition
 def large_for_cublas(problem: LinearProblem, gpu: GPU) -> bool:
-    """cuBLAS takes less time than the product adds to a launch of ours; in microseconds.
+    """cuBLAS takes less time, in microseconds, than the product would add to a launch of our kernels.
 
     cuBLAS does not split K: its time is at least proportional to K.
     """
@@ -144,13 +144,13 @@ def large_for_cublas(problem: LinearProblem, gpu: GPU) -> bool:
 
 @condition
 def quantizes_output(problem: LinearProblem, gpu: GPU) -> bool:
-    """A warpgroup then needs 128 rows; up to 32 tokens, tiles of 64 rows win more."""
+    """Also writes FP8, for which a warpgroup needs 128 rows; up to 32 tokens, tiles of 64 rows gain more."""
     return problem.quantize_output and problem.planned_tokens > 32
 
 
 @condition
 def long_sums(problem: LinearProblem, gpu: GPU) -> bool:
-    """More than 64 tokens and 16384 channels, and tiles of 64 rows that cannot be split."""
+    """More than 64 tokens and more than 16384 channels, where tiles of 64 rows cannot be split."""
     tokens, K, rows = problem.planned_tokens, problem.channels, _hopper_rows(problem, gpu)
     return tokens > 64 and K >= 16384 and rows == 64 and gpu.multiprocessors // _hopper_tiles(problem, 64, 128) == 1
 
@@ -177,7 +177,7 @@ def _almost_fill(tiles: int, gpu: GPU) -> bool:
 
 
 def _token_tile(problem: LinearProblem, least: int, most: int) -> int:
-    """Tokens of a tile: a power of two between these that holds all tokens if it can."""
+    """Tokens of a tile: a power of two between the bounds, large enough for all tokens if possible."""
     return max(least, min(most, next_power_of_2(problem.planned_tokens)))
 
 

@@ -59,7 +59,7 @@ _BYTES = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
 
 
 class ExpertScales(NamedTuple):
-    """Scales of one or two stacks that threads load; None of other formats, and of a missing second stack.
+    """Scales of one or two stacks that threads load; None for other formats and for a missing second stack.
 
     Attributes:
         a_scale, b_scale: of FP8, float32 ``[E, ceil(N / 128), K / 128]``.
@@ -134,7 +134,7 @@ def _bytes_of(powers, base):
 def _sum_blocks(
     expert, row_block, exponent, n, scales, buffers, SIZE: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr
 ):
-    """Sums over all channels where a stage has one block: (parts ``[64, PART]``, the last part, ``n`` behind them)."""
+    """Sums over all channels where a stage has one block: (parts ``[64, PART]``, the last part, ``n`` after them)."""
     N: gl.constexpr = TILING.N
     FP4: gl.constexpr = TILING.FP4
     GATED: gl.constexpr = TILING.GATED

@@ -22,8 +22,9 @@ class ExpertRowTiles(NamedTuple):
     """Tiles of routed rows.
 
     Attributes:
-        entries: row of the stacks, first row and rows of each, int32 ``[3, capacity]``.
-        count: int32 ``[1]``, their number.
+        entries: int32 ``[3, capacity]``: of each tile the row of the stacks, the first routed row and the number of
+            rows.
+        count: int32 ``[1]``, number of tiles.
     """
 
     entries: Any

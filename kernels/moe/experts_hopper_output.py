@@ -24,7 +24,7 @@ _ROUND_BF16 = gl.constexpr("""
 
 
 class ExpertOutput(NamedTuple):
-    """Where products go.
+    """Memory that receives the products.
 
     Attributes:
         out: ``[R, N]`` in order of the routed rows if gated, else ``[pairs, N]``.

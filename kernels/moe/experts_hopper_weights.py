@@ -16,7 +16,7 @@ TOP = gl.constexpr(6)  # exponent of an FP4 row's largest scale in FP8; the rema
 
 @gluon.constexpr_function
 def _weight_layout(gated, shape, columns):
-    """Rows of a warpgroup's weight by thread, as in the left factor; ``columns``: (register, lane) bases of columns.
+    """Layout of a warpgroup's weight rows, that of a left factor; ``columns``: (register, lane) bases of columns.
 
     A thread has two rows that are 8 apart in the product: there, rows of gate and up alternate by 8. In shared memory
     all 32 of the gate come first.
@@ -34,7 +34,7 @@ def _weight_layout(gated, shape, columns):
 
 @gluon.constexpr_function
 def _word_layout(gated, words, with_bytes):
-    """Layout of int32 words ``[64, 4, words]`` (or bytes, ``[64, 4, words, 4]``) of which a thread has one quarter."""
+    """Layout of int32 words ``[64, 4, words]``, or bytes ``[64, 4, words, 4]``: a thread holds one of four groups."""
     in_thread = [[0, 0, 1 << i, 0] for i in range(words.bit_length() - 1)]
     columns = [[0, 0, 0, 1], [0, 0, 0, 2], *in_thread], [[0, 1, 0, 0], [0, 2, 0, 0]]
     whole = _weight_layout(gated, [64, 4, words, 4], columns)
@@ -171,7 +171,7 @@ def weight_powers(buffers, slot, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
 
 @gluon.jit
 def exponents(expert, row_block, scales, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
-    """Exponents of the rows of a job's FP4 weight; of FP8 nothing that is used."""
+    """Exponents of the rows of a job's FP4 weight; an unused value for FP8."""
     if TILING.FP4:
         N: gl.constexpr = TILING.N
         ROWS: gl.constexpr = 32 if TILING.GATED else 64

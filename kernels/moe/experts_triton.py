@@ -283,7 +283,7 @@ def _tile_of(routing, tile, pairs, TILE: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, limit, CLAMP: tl.constexpr):
-    """``silu(gate) * up`` of float32 values; a NaN stays one."""
+    """``silu(gate) * up`` of float32 values; NaN stays NaN."""
     if CLAMP:
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)

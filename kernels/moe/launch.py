@@ -175,7 +175,7 @@ def launch_grouped(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
 
 
 def group_pairs(routing: PairRouting, count: int, tile: int, block: LaunchBlock, pdl: bool) -> PairRouting:
-    """``routing`` with its pairs grouped by expert, of ``count`` experts; there are tiles enough for any routing."""
+    """``routing`` with its pairs grouped by expert, of ``count`` experts; allocates tiles for any routing."""
     experts = routing.experts
     pairs, device = experts.numel(), experts.device
     full = min(pairs, count)
@@ -312,7 +312,7 @@ def _fetch_plan(cache: HostExperts) -> FetchPlan:
 
 
 def _copy_parts(plan: FetchPlan, cache: HostExperts, parts: CopiedParts, ahead: bool = False) -> None:
-    """Launches the copies of these parts of the listed experts, or of those that are listed ``ahead``."""
+    """Launches the copies of these parts of the experts in ``moves``, or in ``ahead``."""
     copy, moves = (plan.ahead.config, cache.ahead) if ahead else (plan.copy.config, cache.moves)
     copy_experts_kernel[(copy.size,)](
         parts.table,

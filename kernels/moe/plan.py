@@ -264,7 +264,7 @@ SELECTS = one_kernel("moe.select", "moe_select_kernel", (ANY, LaunchBlock(256, 1
 
 
 def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchBlock:
-    """It holds every expert of the layer; ``size``: pairs that it counts at once, one for each thread at least."""
+    """One program for all experts of the layer; ``size``: pairs counted at once, at least one for each thread."""
     return LaunchBlock(512, max(4, min(16, next_power_of_2(problem.experts) // 64)))
 
 
@@ -280,6 +280,6 @@ COPIES_AHEAD = one_kernel("moe.copies_ahead", "copy_experts_kernel", (ANY, Launc
 
 @planner("moe.fetch_experts")
 def plan_fetch(problem: FetchProblem, gpu: GPU) -> FetchPlan:
-    """Chooses all launches."""
+    """Plan of `fetch_experts` or `prefetch_experts`: the launch that chooses experts, and those that copy them."""
     choose, copy, ahead = (table.choose(problem, gpu) for table in (CACHE_ROWS, COPIES, COPIES_AHEAD))
     return FetchPlan(choose, copy, ahead, gpu.pdl)

@@ -81,7 +81,7 @@ class ExpertFactors(NamedTuple):
 
     Attributes:
         weights: ``plain``, ``fp8`` or ``fp4``; dtype: of both factors.
-        quantize: inputs are quantised to FP8; scaled: and stay e4m3 with float32 scales.
+        quantize: inputs are quantised to FP8; scaled: the product reads the e4m3 values and their float32 scales.
     """
 
     weights: str

@@ -189,7 +189,7 @@ def _in_tiles(x: Tensor, experts: Tensor, weights: Tensor, count: int, run: RunE
 
 
 def _lay_out(expert_of_row: Tensor, count: int) -> tuple[Tensor, list[int]]:
-    """Place of each row, given sorted by expert, and how many rows each expert has then.
+    """Place of each row after padding, and number of rows of each expert; the rows come sorted by expert.
 
     Each expert's rows are padded to whole tiles of ``ROW_TILE``.
     """
@@ -243,7 +243,7 @@ def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.S
 
 
 def _drop_wrong_guesses(cache: HostExperts, needed: set[int]) -> tuple[int, int]:
-    """Frees the rows of experts copied ahead that are not needed; numbers of right and of wrong guesses."""
+    """Frees the rows of experts copied ahead that are not needed; returns the numbers of right and of wrong guesses."""
     right = wrong = 0
     for i, (expert, row) in enumerate(cache.ahead.t().tolist()):
         if expert in needed:

@@ -1,6 +1,6 @@
 """Triton device code around `experts_hopper`: rows of pairs in order of expert, and their inputs quantised to FP8.
 
-A pair is a (token, expert) of the routing, numbered ``token * k + i``; with expert -1, it gets no row.
+A pair is a token and one of its routed experts, numbered ``token * k + i``; a pair with expert -1 has no row.
 """
 
 from __future__ import annotations
@@ -139,10 +139,10 @@ def place_rows_kernel(
 
 @triton.jit
 def _small_rows(experts_ptr, pairs, SLOTS: tl.constexpr, TILE: tl.constexpr, GRANULE: tl.constexpr):
-    """Rows and tiles of at most ``SLOTS`` pairs as of `place_rows_kernel`; each pair is compared with each.
+    """Rows and tiles of at most ``SLOTS`` pairs, as `place_rows_kernel` computes them, by comparing all pairs.
 
-    Returns: by pair its expert, its row, the first row of its expert, the expert's pairs, rows of each of its tiles,
-    the first of these tiles; the number of tiles if the pair is its expert's first, else 0.
+    Returns: by pair: its expert, its row, the expert's first row, number of pairs, rows per tile and first tile, and
+    the number of the expert's tiles if this is its first pair, else 0.
     """
     slot = tl.arange(0, SLOTS)
     expert = tl.load(experts_ptr + slot, mask=slot < pairs, other=-1).to(tl.int32)
