@@ -84,7 +84,7 @@ class PoolTiles(NamedTuple):
     Attributes:
         warps: of a program; lanes: tokens that are summed side by side, and combined at the end; reads: tokens that a
             lane loads at once; channels: of a program, 0 for all. With ``lanes`` of 1 a program pools all channels.
-            chunks: maximum blocks of ``channels`` per program.
+        chunks: maximum blocks of ``channels`` per program.
         values: channels of a program that pools whole windows, several narrow ones at once.
         programs: maximum number of programs that pool.
     """
