@@ -59,7 +59,7 @@ class CompressorBase(CheckpointModule):
 
 
 class Compressor(CompressorBase):
-    """Compresses tokens into entries of ``head_dim`` channels; see `kernels.insert.compress_and_insert`.
+    """Compresses tokens into entries of ``head_dim`` channels; see `kernels.insert.insert_tokens`.
 
     In the checkpoint: ``attn.compressor`` and ``attn.indexer.compressor``.
 

@@ -88,7 +88,7 @@ class Record(ABC):
         Notes:
             Never waits for a GPU: there a skipped row becomes a copy of a written one instead of being masked out.
         """
-        self._check_pool(pool, n)
+        self.check_pool(pool, n)
         self._check_rows(slots, rows)
         if not slots.numel():
             return
@@ -124,7 +124,7 @@ class Record(ABC):
         Raises:
             ValueError: a shape, dtype or stride that does not fit and, on the CPU, a slot past the end of the pool.
         """
-        self._check_pool(pool, n)
+        self.check_pool(pool, n)
         if dtype not in FLOATS:
             raise ValueError(f"entries are read as float32, bfloat16 or float16, not {dtype}")
         flat = checked_slots(slots, pool.shape[0] * n).reshape(-1)
@@ -148,7 +148,8 @@ class Record(ABC):
             start += n * width
         return views
 
-    def _check_pool(self, pool: Tensor, n: int) -> None:
+    def check_pool(self, pool: Tensor, n: int, unit: int = 1) -> None:
+        """Raises ValueError unless a pool has pages of ``n`` entries, which begin at multiples of ``unit`` bytes."""
         need = n * self.entry_bytes  # nothing touches padding, which a pool of another library may not have
         if pool.dtype != torch.uint8 or pool.dim() != 2:
             raise ValueError(f"a pool is uint8 [num_pages, page_bytes], got {pool.dtype} {list(pool.shape)}")
@@ -158,6 +159,9 @@ class Record(ABC):
         if pool.stride(1) != 1 or (pool.shape[0] > 1 and pool.stride(0) < need):
             wanted = f"bytes of a page must be contiguous and pages at least {need} bytes apart"
             raise ValueError(f"pool strides {pool.stride()} are not supported: {wanted}")
+        if pool.stride(0) % unit or pool.data_ptr() % unit:
+            start = f"a page stride of {pool.stride(0)} and an address of {pool.data_ptr()}"
+            raise ValueError(f"pages of {self.name} must start at multiples of {unit} bytes, got {start}")
 
     def _check_rows(self, slots: Tensor, rows: Tensor) -> None:
         if rows.dim() != 2 or rows.shape[1] != self.dim or rows.dtype not in FLOATS:

@@ -148,7 +148,7 @@ class GroupedLinear(Linear):
         Heads go to the groups in order, ``H / groups * d = in_features``; see `kernels.linear.grouped_linear`. Without
         positions nothing is rotated.
         """
-        return ops.grouped_linear(o, self.segment, self.groups, positions, cos_sin)
+        return ops.grouped_linear(o, self.segment, self.groups, positions, cos_sin)[0]
 
     def project_quantized(
         self, o: torch.Tensor | QuantizedRows, positions: torch.Tensor, cos_sin: torch.Tensor
@@ -158,7 +158,7 @@ class GroupedLinear(Linear):
             if self.scale is None:
                 raise ValueError("quantised heads need an FP8 weight: see takes_quantized_heads")
             return ops.grouped_linear_of_quantized(o, self.weight, self.scale, self.dtype)
-        return ops.grouped_linear_quantized(o, self.segment, self.groups, positions, cos_sin)
+        return ops.grouped_linear(o, self.segment, self.groups, positions, cos_sin)
 
 
 def multi_linear(

@@ -27,7 +27,6 @@ from deepseek_attn.kernels.latent import (
     ProjectedValues,
     absorb_queries,
     project_values,
-    project_values_quantized,
 )
 from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK
 from deepseek_attn.layers.linear import Linear, empty_quantized, join_weights, multi_linear
@@ -262,13 +261,12 @@ class DeepseekV32MLAAttention(CheckpointModule):
 
     def project_values(self, latents: Tensor) -> Tensor:
         """Values ``[T, num_heads * v_head_dim]`` of attended latents ``[T, padded_heads, kv_lora_rank]``."""
-        return project_values(latents, self.W_UV)
+        return project_values(latents, self.W_UV).values
 
     def values(self, latents: Tensor) -> ProjectedValues:
         """`project_values`, quantised for ``wo`` where that takes FP8 inputs and costs no launch."""
-        if self.wo.scale is None or not self.wo.input_format.fp8:
-            return ProjectedValues(self.project_values(latents), None)
-        return project_values_quantized(latents, self.W_UV, self.wo.input_format.pow2_scales)
+        pow2_scales = self.wo.input_format.pow2_scales if self.wo.segment.reads_fp8 else None
+        return project_values(latents, self.W_UV, pow2_scales)
 
     def attend_to_all(self, query: Tensor, step: StepMetadata) -> Tensor:
         """Attention over every token up to the query's own (V3): ``[T, heads, kv_lora_rank]``.

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from deepseek_attn.cache.record import Record
 from deepseek_attn.kernels.attention.types import PagedKeys
 from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.raw_queries import RawQueries
-from deepseek_attn.kernels.common.records import CacheRecord
 
 if TYPE_CHECKING:
     from deepseek_attn.kernels.attention import launch, reference
@@ -149,7 +149,7 @@ def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None
 
 def dequantize_and_gather_k_cache(
     out: Tensor,
-    record: CacheRecord,
+    record: Record,
     pool: Tensor,
     seq_lens: Tensor,
     gather_lens: Tensor | None,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deepseek_attn.cache.record import Record
 from deepseek_attn.kernels.attention.attend_hopper import HopperShape, attend_hopper_kernel
 from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hopper_kernel
 from deepseek_attn.kernels.attention.attend_triton import (
@@ -35,7 +36,6 @@ from deepseek_attn.kernels.common.device import FLOATS, LOG2E, fp8_view, gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
-from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.rows import row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
@@ -220,7 +220,7 @@ def pieces(nope: int, dim: int, piece: int) -> tuple[tuple[int, ...], tuple[int,
 
 
 def dequantize_and_gather_k_cache(
-    out: Tensor, record: CacheRecord, pool: Tensor, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor,
+    out: Tensor, record: Record, pool: Tensor, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor,
     block_size: int, offset: int,
 ) -> None:  # fmt: skip
     """`kernels.attention.dequantize_and_gather_k_cache`; a CUDA graph may hold the launch."""
@@ -231,7 +231,7 @@ def dequantize_and_gather_k_cache(
     check("block_table", block_table, (b, "pages"), rows=True)
     layout, plain, max_rows = _entry_layout(record, block_size), record.name == "plain", M - offset
     coded, raw = 0 if plain else layout.nope, record.dtype if plain else torch.bfloat16
-    check_pool(record, pool, block_size, {"plain": raw.itemsize, "fp8_v4": 2, "fp8_v32": 4}.get(record.name, 1))
+    record.check_pool(pool, block_size, {"plain": raw.itemsize, "fp8_v4": 2, "fp8_v32": 4}.get(record.name, 1))
     if b == 0 or max_rows <= 0:
         return
     plan, group = GATHER.plan(RowsProblem(b * max_rows, record.dim), gpu(out.device)), layout.group or 64
@@ -281,14 +281,14 @@ def _checked_keys(keys: PagedKeys) -> AttendedKeys:
             f"{record.name} is read with up to {most} quantised and a multiple of 16 rotated channels, got {record}"
         )
     unit = record.dtype.itemsize if record.name == "plain" else {"fp8_v4": 8, "fp8_v32": 4}.get(record.name, 1)
-    check_pool(record, pool, n, unit)
+    record.check_pool(pool, n, unit)
     if record.name == "plain":
         pool = pool[:, : pool.shape[1] // unit * unit].view(record.dtype)
     indices, lens = contiguous_rows(keys.indices), _contiguous(keys.lens)
     return AttendedKeys(layout, pool, pool.stride(0), pool.shape[0] * n, indices, lens)
 
 
-def _entry_layout(record: CacheRecord, n: int) -> EntryLayout:
+def _entry_layout(record: Record, n: int) -> EntryLayout:
     """The layout of entries in pages of ``n``; ValueError if no kernel reads the record."""
     nope, rope = record.nope_dim, record.rope_dim
     if record.name == "plain":

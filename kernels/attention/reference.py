@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepseek_attn.cache.record import Record
 from deepseek_attn.kernels.attention.types import PagedKeys
 from deepseek_attn.kernels.common.blocks import SCRATCH_BYTES, row_blocks, rows_per_block, value_range
 from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.norm_rope import freqs_cis_at, rotate_
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
-from deepseek_attn.kernels.common.records import CacheRecord
 
 WIDTH_STEP = 64
 """On the CPU a row is computed at its length rounded up to this many columns, not at the width of the index tensor."""
@@ -374,7 +374,7 @@ def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None
 
 def dequantize_and_gather_k_cache(
     out: Tensor,
-    record: CacheRecord,
+    record: Record,
     pool: Tensor,
     seq_lens: Tensor,
     gather_lens: Tensor | None,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.records import CacheRecord
+from deepseek_attn.cache.record import Record
 
 
 class PagedKeys(NamedTuple):
@@ -21,7 +21,7 @@ class PagedKeys(NamedTuple):
         lens: integer ``[T]`` leading columns of ``indices`` that count, or None for all.
     """
 
-    record: CacheRecord
+    record: Record
     pool: Tensor
     entries: int
     indices: Tensor

@@ -8,9 +8,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.device import fp8_view
 from deepseek_attn.kernels.common.plans import next_power_of_2
 from deepseek_attn.kernels.common.quant import QuantizedRows
-from deepseek_attn.kernels.common.records import CacheRecord, check_pool
-from deepseek_attn.kernels.common.row_ops_triton import RECORDS, EntryFormat, Fp8Rows
-from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.common.row_ops_triton import Fp8Rows
 
 
 def fp8_rows(buffers: QuantizedRows | None) -> Fp8Rows | None:
@@ -19,21 +17,6 @@ def fp8_rows(buffers: QuantizedRows | None) -> Fp8Rows | None:
         return None
     values, scale = buffers.values, buffers.scale
     return Fp8Rows(fp8_view(values), values.stride(0), scale, scale.stride(1))
-
-
-def entry_format(record: CacheRecord, pool: Tensor, page_entries: int) -> EntryFormat:
-    """Constants of `store_rows` for a pool.
-
-    Raises:
-        ValueError: a record or a pool that is not supported.
-    """
-    if record.name not in RECORDS:
-        raise ValueError(f"records that are written are {', '.join(RECORDS)}, got {record.name!r}")
-    dtype = record.dtype if record.name == "plain" else torch.bfloat16
-    unit = {"plain": dtype.itemsize, "fp8_v4": 2, "index_fp8": 4}.get(record.name, 1)
-    check_pool(record, pool, page_entries, unit)
-    nope = record.nope_dim if record.name == "fp8_v4" else record.dim
-    return EntryFormat(page_entries, record.dim, nope, RECORDS.index(record.name), TRITON_DTYPES[dtype])
 
 
 def row_block(dim: int, cos_sin: Tensor) -> int:

@@ -28,7 +28,6 @@ from deepseek_attn.kernels.common.plans import (
     unlisted_plans,
 )
 from deepseek_attn.kernels.common.raw_queries import RawQueries
-from deepseek_attn.kernels.common.records import check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.indexer.candidates_triton import (
     CandidateRows,
@@ -390,7 +389,7 @@ def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tenso
         raise ValueError(f"index_fp4 keys are scored for 128 channels, got {record.dim}: use reference.index_scores")
     T, H, _ = q.shape
     check("weights", weights, (T, H), torch.float32, contiguous=True)
-    check_pool(record, pool, page_entries, 4)
+    record.check_pool(pool, page_entries, 4)
     check("block_table", block_table, ("B", "P"), rows=True)
     check("token_to_req", token_to_req, (T,))
     check("num_visible", num_visible, (T,))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.records import CacheRecord
+from deepseek_attn.cache.record import Record
 
 KEY_FORMATS = ("plain", "fp8", "fp4")
 TRITON_HEAD_DIM = 128
@@ -93,7 +93,7 @@ class PagedIndexKeys(NamedTuple):
         token_to_req: ``[T]``, the request (row of the block table) of each query.
     """
 
-    record: CacheRecord
+    record: Record
     pool: Tensor
     entries: int
     block_table: Tensor

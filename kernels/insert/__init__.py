@@ -1,7 +1,6 @@
 """Norm, RoPE and cache writes of a step's tokens, the compressor, and the norm and RoPE of queries.
 
-V4 layers call ``insert_tokens``, which computes ``norm_rope_insert`` and ``compress_and_insert`` in one launch. V3.2
-layers, which cache every token, call ``insert_latents``.
+V4 layers call ``insert_tokens``. V3.2 layers, which cache every token, call ``insert_latents``.
 """
 
 from __future__ import annotations
@@ -29,13 +28,35 @@ else:
 
 
 def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
-    """`norm_rope_insert` of the tokens and `compress_and_insert` of all compressors: all cache writes of a layer.
+    """All cache writes of a layer: query latents and keys of the tokens, and the entries of all compressors.
+
+    The latent is ``rms_norm(qr, q_weight)``; the key is ``rms_norm(kv, kv_weight)`` with its last ``rope_dim`` channels
+    rotated at ``positions``. Arithmetic is float32, rounded to the dtype after the norm and again after the rotation;
+    ``cache.record.encode`` of the rounded key is stored. ``qr_fp8`` is ``quantize_fp8`` of the rounded latent per token
+    and 128 channels. Rows do not depend on one another; no tokens are fine; a slot of -1 stores nothing. NaN and
+    infinities stay visible: the entry of such a row decodes to NaN.
+
+    A compressor pools windows of tokens into one entry each and stores it, and the rows that open windows need. Every
+    token contributes a value and a score per channel. When a window of ``ratio`` tokens closes (``batch.slots`` is not
+    -1), its values are pooled with a softmax of ``score + ape`` over its tokens, channel by channel. With overlap an
+    entry pools two windows: the first half of a token's channels feeds the *next* window's entry, the second half its
+    own; before the first token there is nothing to pool. The pooled row is normed, rotated at the position of its
+    window's first token, with ``hadamard`` multiplied by a Hadamard matrix, and stored; each step rounds to ``dtype``.
+
+    Each request has a ring of the ``rows`` last (value, score) rows, so that windows may span steps and up to
+    ``rows - coff * ratio`` tokens may be rolled back. Entries are the same bits however tokens are split into steps.
 
     One Triton launch where no token of the step overwrites the ring row of a token that it pools (decode steps).
 
     Args:
         compressors: the layer's own and its indexer's, or none (layers with the window only).
         batch: of the compressors; None without any.
+
+    Returns:
+        Latent and key, in the dtypes of ``qr`` and ``kv``.
+
+    Raises:
+        ValueError: tensors that disagree or that the kernel does not support.
     """
     return (launch if runs_triton(tokens.qr) else reference).insert_tokens(tokens, compressors, batch)
 
@@ -60,45 +81,8 @@ def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tens
     return (launch if runs_triton(tokens.qr) else reference).insert_latents(tokens, index)
 
 
-def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
-    """RMS norm of query latent and key, RoPE of the key, and its write into the cache.
-
-    The latent is ``rms_norm(qr, q_weight)``; the key is ``rms_norm(kv, kv_weight)`` with its last ``rope_dim`` channels
-    rotated at ``positions``. Arithmetic is float32, rounded to the dtype after the norm and again after the rotation;
-    ``cache.record.encode`` of the rounded key is stored. ``qr_fp8`` is ``quantize_fp8`` of the rounded latent per token
-    and 128 channels. Rows do not depend on one another; no tokens are fine; a slot of -1 stores nothing. NaN and
-    infinities stay visible: the entry of such a row decodes to NaN.
-
-    Returns:
-        Latent and key, in the dtypes of ``qr`` and ``kv``.
-
-    Raises:
-        ValueError: tensors that disagree or that the kernel does not support.
-    """
-    return (launch if runs_triton(tokens.qr) else reference).norm_rope_insert(tokens)
-
-
-def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
-    """Pools windows of tokens into one compressed entry each and stores it; stores the rows that open windows need.
-
-    Every token contributes a value and a score per channel. When a window of ``ratio`` tokens closes (``batch.slots``
-    is not -1), its values are pooled with a softmax of ``score + ape`` over its tokens, channel by channel. With
-    overlap an entry pools two windows: the first half of a token's channels feeds the *next* window's entry, the second
-    half its own; before the first token there is nothing to pool. The pooled row is normed, rotated at the position of
-    its window's first token, with ``hadamard`` multiplied by a Hadamard matrix, and stored; each step rounds to
-    ``dtype``.
-
-    Each request has a ring of the ``rows`` last (value, score) rows, so that windows may span steps and up to
-    ``rows - coff * ratio`` tokens may be rolled back. Entries are the same bits however tokens are split into steps.
-
-    Raises:
-        ValueError: shapes, dtypes or strides that do not fit.
-    """
-    (launch if runs_triton(batch.positions) else reference).compress_and_insert(compressors, batch)
-
-
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
-    """`compress_and_insert` of one compressor up to the norm: entries that are neither rotated nor stored.
+    """Entries of one compressor up to the norm, neither rotated nor stored; see `insert_tokens`.
 
     The ring rows that open windows need are stored.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepseek_attn.cache.record import Record
 from deepseek_attn.cache.records import PlainRecord
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, ScaleRule
 from deepseek_attn.kernels.common.checks import check, check_quantized
@@ -22,8 +23,8 @@ from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, SharedLaunch, cdiv, next_power_of_2, pdl_options
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
-from deepseek_attn.kernels.common.records import check_pool
-from deepseek_attn.kernels.common.rows import entry_format, fp8_rows, row_block
+from deepseek_attn.kernels.common.row_ops_triton import RECORDS, EntryFormat
+from deepseek_attn.kernels.common.rows import fp8_rows, row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.insert.compress_triton import (
     BatchArguments,
@@ -81,13 +82,8 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
     return outs
 
 
-def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
-    """See `kernels.insert.norm_rope_insert`."""
-    return insert_tokens(tokens, (), None)
-
-
 def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
-    """See `kernels.insert.compress_and_insert`: one launch for all compressors."""
+    """The compressors' part of `insert_tokens` alone: one launch for all of them."""
     if count := len(batch.positions):
         plan = plan_insert(InsertProblem.of(count, False, compressors, batch), gpu(batch.positions.device))
         _launch_windows(plan, compressors, batch)
@@ -171,7 +167,7 @@ def _part(part: CompressPart, batch: CompressBatch, items: int) -> tuple[PartArg
         ROPE=part.cos_sin.shape[1],
         STAGES=part.dim.bit_length() - 1 if part.hadamard else 0,
         DTYPE=TRITON_DTYPES[part.dtype],
-        ENTRY=entry_format(part.record, part.pool, part.page_entries),
+        ENTRY=_entry_format(part.record, part.pool, part.page_entries),
         ITEMS=items,
     )
 
@@ -197,7 +193,7 @@ def _key(
         rows, rows.stride(0), weight, out, 0 if out is None else out.stride(0), positions, cos_sin, cos_sin.shape[0],
         cache.slots, eps, cache.pool, cache.pool.stride(0),
     )  # fmt: skip
-    entry = entry_format(cache.record, cache.pool, cache.page_entries)
+    entry = _entry_format(cache.record, cache.pool, cache.page_entries)
     return arguments, KeyShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), entry)
 
 
@@ -225,7 +221,7 @@ def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tens
     quantized = isinstance(record, Fp8DsMlaV32Record)
     if not quantized and record.name != "plain":
         raise ValueError(f"latents are stored in plain or fp8_v32 records, got {record.name!r}")
-    check_pool(record, cache.pool, cache.page_entries, 4 if quantized else record.dtype.itemsize)
+    record.check_pool(cache.pool, cache.page_entries, 4 if quantized else record.dtype.itemsize)
     rule = record.rule if quantized else ScaleRule(0.0, False)
     rows = KeyLatentArguments(
         kv, kv.stride(0), tokens.kv_weight, tokens.positions, cos_sin, cos_sin.shape[0], cache.slots, tokens.eps,
@@ -271,7 +267,7 @@ def _index_key(index: IndexKeyRows, positions: Tensor, rope: int) -> tuple[Index
     arguments = IndexKeyArguments(
         k, k.stride(0), index.weight, index.bias, index.eps, cache.slots, cache.pool, cache.pool.stride(0)
     )
-    entry = entry_format(cache.record, cache.pool, cache.page_entries)
+    entry = _entry_format(cache.record, cache.pool, cache.page_entries)
     return arguments, IndexKeyShape(dim, block, dim.bit_length() - 1 if index.hadamard else 0, entry)
 
 
@@ -313,3 +309,18 @@ def _check_slots(name: str, cache: CacheRows, positions: Tensor, T: int, dim: in
     check(f"slots of {name}", cache.slots, (T,))
     if cache.record.dim != dim:
         raise ValueError(f"{name} need a record of {dim} values, got {cache.record.dim}")
+
+
+def _entry_format(record: Record, pool: Tensor, page_entries: int) -> EntryFormat:
+    """Constants of `store_rows` for a pool.
+
+    Raises:
+        ValueError: a record or a pool that is not supported.
+    """
+    if record.name not in RECORDS:
+        raise ValueError(f"records that are written are {', '.join(RECORDS)}, got {record.name!r}")
+    dtype = record.dtype if record.name == "plain" else torch.bfloat16
+    unit = {"plain": dtype.itemsize, "fp8_v4": 2, "index_fp8": 4}.get(record.name, 1)
+    record.check_pool(pool, page_entries, unit)
+    nope = record.nope_dim if record.name == "fp8_v4" else record.dim
+    return EntryFormat(page_entries, record.dim, nope, RECORDS.index(record.name), TRITON_DTYPES[dtype])

@@ -91,14 +91,8 @@ def _closing_windows(batch: CompressBatch) -> ClosingWindows:
 
 def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
     """See `kernels.insert.insert_tokens`."""
-    outs = norm_rope_insert(tokens)
     if batch is not None:
         compress_and_insert(compressors, batch)
-    return outs
-
-
-def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
-    """See `kernels.insert.norm_rope_insert`."""
     qr = rms_norm(tokens.qr, tokens.eps, tokens.q_weight)
     kv = rms_norm(tokens.kv, tokens.eps, tokens.kv_weight)
     kv = rotate_(kv, freqs_cis_at(tokens.cos_sin, tokens.positions))
@@ -140,7 +134,7 @@ def query_norm_rope(raw_q: RawQueries) -> Tensor:
 
 
 def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
-    """See `kernels.insert.compress_and_insert`."""
+    """The compressors' part of `insert_tokens`."""
     for part in compressors:
         check_part(part, batch)
     windows = closing_windows(batch)

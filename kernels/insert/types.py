@@ -53,7 +53,7 @@ class TokenRows(NamedTuple):
 
 
 class LatentAndKey(NamedTuple):
-    """Results of `norm_rope_insert`: the normed query latent ``[T, q_lora]`` and the normed, rotated key ``[T, d]``."""
+    """Results of `insert_tokens`: the normed query latent ``[T, q_lora]`` and the normed, rotated key ``[T, d]``."""
 
     qr: Tensor
     kv: Tensor

@@ -36,25 +36,20 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     return (launch if runs_triton(queries.q) else reference).absorb_queries(queries)
 
 
-def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
+def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | None = None) -> ProjectedValues:
     """Values of attended latents, head by head: ``out[t, h] = W_UV[h] latents[t, h]``, summed in float32.
 
     Args:
         latents: ``[T, at least heads, rank]`` with contiguous channels; further heads (padding) are not read.
         weight: ``W_UV [heads, v_head_dim, rank]``, FP8 or in the dtype of ``latents``.
+        pow2_scales: as in `kernels.linear.quantize_input`; None if nothing reads quantised values.
 
     Returns:
-        ``[T, heads * v_head_dim]``, contiguous, in the dtype of ``latents``.
+        ``[T, heads * v_head_dim]``, contiguous, in the dtype of ``latents``; and ``quantize_input(values,
+        pow2_scales)`` where that needs no further launch: on a GPU with few tokens, if ``v_head_dim`` is 128, so that a
+        head is one group of channels.
 
     Raises:
         ValueError: shapes or dtypes that disagree.
     """
-    return (launch if runs_triton(latents) else reference).project_values(latents, weight)
-
-
-def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales: bool = True) -> ProjectedValues:
-    """`project_values`, and ``kernels.linear.quantize_input(values, pow2_scales)`` where that needs no further launch.
-
-    That is on a GPU with few tokens, if ``v_head_dim`` is 128: a head is then one group of channels.
-    """
-    return (launch if runs_triton(latents) else reference).project_values_quantized(latents, weight, pow2_scales)
+    return (launch if runs_triton(latents) else reference).project_values(latents, weight, pow2_scales)

@@ -79,22 +79,13 @@ def absorb_launch(queries: LatentQueries) -> SharedLaunch:
     return SharedLaunch(plan, rows, shape, out, grid)
 
 
-def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
+def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | None = None) -> ProjectedValues:
     """See `kernels.latent.project_values`."""
-    return _project(latents, weight, False, False).values
-
-
-def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales: bool = True) -> ProjectedValues:
-    """See `kernels.latent.project_values_quantized`."""
-    return _project(latents, weight, True, pow2_scales)
-
-
-def _project(latents: Tensor, weight: LatentWeight, quantize: bool, pow2_scales: bool) -> ProjectedValues:
     check_latents(latents, weight)
     T, (heads, dim, rank) = len(latents), weight.shape
-    plan = plan_values(_problem(latents, weight, quantize), gpu(latents.device))
+    plan = plan_values(_problem(latents, weight, pow2_scales is not None), gpu(latents.device))
     out = torch.empty(T, heads * dim, dtype=latents.dtype, device=latents.device)
-    buffers = empty_quantized_rows(T, heads * dim, out.device, pow2_scales) if plan.quantized else None
+    buffers = empty_quantized_rows(T, heads * dim, out.device, pow2_scales is True) if plan.quantized else None
     if not out.numel():
         return ProjectedValues(out, buffers)
     if plan.product.kernel == "cuBLAS":
@@ -114,7 +105,7 @@ def _project(latents: Tensor, weight: LatentWeight, quantize: bool, pow2_scales:
         BLOCK_T=plan.tokens,
         EARLY=min(tiles.early, cdiv(rank, tiles.rank)),
         STAGES=tiles.stages,
-        POW2=pow2_scales,
+        POW2=pow2_scales is True,
         NATIVE_FP8=plan.native_fp8,
     )
     project_values_kernel[(heads * cdiv(dim, tiles.values), cdiv(T, plan.tokens))](

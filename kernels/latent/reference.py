@@ -30,17 +30,12 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
 
 
-def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
-    """See `kernels.latent.project_values`."""
+def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | None = None) -> ProjectedValues:
+    """See `kernels.latent.project_values`; without quantised values."""
     check_latents(latents, weight)
     w = dequantize_weight(weight, latents.dtype)
     values = torch.bmm(latents[:, : len(w)].transpose(0, 1), w.transpose(1, 2))
-    return values.transpose(0, 1).flatten(1)
-
-
-def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales: bool = True) -> ProjectedValues:
-    """See `kernels.latent.project_values_quantized`."""
-    return ProjectedValues(project_values(latents, weight), None)
+    return ProjectedValues(values.transpose(0, 1).flatten(1), None)
 
 
 def check_queries(queries: LatentQueries) -> None:

@@ -51,7 +51,7 @@ class LatentQueries(NamedTuple):
 
 
 class ProjectedValues(NamedTuple):
-    """Result of `project_values_quantized`.
+    """Result of `project_values`.
 
     Attributes:
         values: ``[T, heads * v_head_dim]``; quantized: the same quantised to FP8, or None.

@@ -98,7 +98,7 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | N
 
 def grouped_linear(
     o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
-) -> Tensor:
+) -> tuple[Tensor, QuantizedRows | None]:
     """``z[t, g] = W[g] o[t, g]``: inverse RoPE of attention's output, then a block-diagonal product.
 
     Heads go to the groups in order, and ``W = segment.weight.view(groups, N, K)``.
@@ -111,7 +111,8 @@ def grouped_linear(
         cos_sin: float32 ``[positions, rope_dim]``, cosines then sines of the pairs ``(2i, 2i + 1)``.
 
     Returns:
-        ``[M, groups * N]`` in the dtype of ``o``. The rotated heads are rounded to that dtype as well.
+        ``[M, groups * N]`` in the dtype of ``o``; and ``quantize_input(output, pow2_scales)`` where that needs no
+        further launch, else None. The rotated heads are rounded to the dtype of ``o`` as well.
 
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit; positions without cos_sin or the reverse.
@@ -120,18 +121,10 @@ def grouped_linear(
     return ops.grouped_linear(o, segment, groups, positions, cos_sin)
 
 
-def grouped_linear_quantized(
-    o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
-) -> tuple[Tensor, QuantizedRows | None]:
-    """`grouped_linear`, and ``quantize_input(output, pow2_scales)`` where that needs no further launch, else None."""
-    ops = linear if segment.scale is not None and _in_triton(segment) else reference
-    return ops.grouped_linear_quantized(o, segment, groups, positions, cos_sin)
-
-
 def grouped_linear_of_quantized(
     o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, QuantizedRows | None]:
-    """`grouped_linear_quantized` of heads that are rotated back and quantised already, as `attend_raw_q` returns them.
+    """`grouped_linear` of heads that are rotated back and quantised already, as `attend_raw_q` returns them.
 
     Args:
         o: values ``[groups, M, K]``.

@@ -60,21 +60,8 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | N
 
 def grouped_linear(
     o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
-) -> Tensor:
+) -> tuple[Tensor, QuantizedRows | None]:
     """See `deepseek_attn.kernels.linear.grouped_linear`; for FP8 weights."""
-    return _grouped(o, segment, groups, positions, cos_sin, False)[0]
-
-
-def grouped_linear_quantized(
-    o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
-) -> tuple[Tensor, QuantizedRows | None]:
-    """See `deepseek_attn.kernels.linear.grouped_linear_quantized`; for FP8 weights."""
-    return _grouped(o, segment, groups, positions, cos_sin, True)
-
-
-def _grouped(
-    o: Tensor, segment: Segment, groups: int, positions: Tensor | None, cos_sin: Tensor | None, quantize_output: bool
-) -> tuple[Tensor, QuantizedRows | None]:
     check("o", o, ("M", "H", "d"), FLOATS)
     M, H, d = o.shape
     if H % groups:
@@ -87,7 +74,7 @@ def _grouped(
         raise ValueError(f"pairs of channels are rotated: d and rope_dim must be even, got {d} and {cos_sin.shape[1]}")
     x = o.flatten(1) if o.stride(1) == d and o.stride(2) == 1 else o.contiguous().flatten(1)
     rope = None if positions is None or cos_sin is None else Rope(positions, cos_sin, d)
-    return _diagonal_blocks(x, segment, groups, None, rope, quantize_output)
+    return _diagonal_blocks(x, segment, groups, None, rope)
 
 
 def grouped_linear_of_quantized(
@@ -99,11 +86,11 @@ def grouped_linear_of_quantized(
     groups, M, K = o.values.shape
     # stands for the input, of which only shape and dtype are read
     x = torch.empty(1, dtype=dtype, device=weight.device).expand(M, groups * K)
-    return _diagonal_blocks(x, Segment(weight, scale, InputFormat(True, o.pow2_scales)), groups, o, None, True)
+    return _diagonal_blocks(x, Segment(weight, scale, InputFormat(True, o.pow2_scales)), groups, o, None)
 
 
 def _diagonal_blocks(
-    x: Tensor, segment: Segment, groups: int, quantized: QuantizedRows | None, rope: Rope | None, quantize_output: bool
+    x: Tensor, segment: Segment, groups: int, quantized: QuantizedRows | None, rope: Rope | None
 ) -> tuple[Tensor, QuantizedRows | None]:
     """The product of ``x [M, groups * K]``, or of its FP8 values, with the blocks of a weight."""
     K, N = x.shape[1] // groups, len(segment.weight)
@@ -112,7 +99,7 @@ def _diagonal_blocks(
         raise ValueError(f"a weight of {N} rows cannot be divided into {groups} groups")
     if not len(x):
         return x.new_empty(0, N), None
-    problem = linear_problem(x, [segment], quantized, groups, rope is not None, quantize_output)
+    problem = linear_problem(x, [segment], quantized, groups, rope is not None, True)
     pow2_scales = segment.input_format.pow2_scales
     outs, output = launch(plan(problem, gpu(x.device)), x, [segment], pow2_scales, quantized, groups, rope)
     return outs[0], output

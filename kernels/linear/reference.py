@@ -48,8 +48,8 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
 
 def grouped_linear(
     o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
-) -> Tensor:
-    """See `deepseek_attn.kernels.linear.grouped_linear`."""
+) -> tuple[Tensor, None]:
+    """See `deepseek_attn.kernels.linear.grouped_linear`; without quantised output."""
     if positions is not None and cos_sin is not None:
         o = apply_rope(o, freqs_cis_at(cos_sin, positions), inverse=True)
     x, weight = o.reshape(len(o), groups, -1), segment.weight
@@ -57,14 +57,7 @@ def grouped_linear(
         x, weight = quantized_input(x, segment.input_format), dequantize_weight(weight, segment.scale)
     blocks = weight.view(groups, -1, x.shape[2]).transpose(1, 2)
     z = in_row_tiles(lambda rows: torch.bmm(rows.transpose(0, 1), blocks).transpose(0, 1), x)
-    return z.to(o.dtype).flatten(1)
-
-
-def grouped_linear_quantized(
-    o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
-) -> tuple[Tensor, None]:
-    """See `deepseek_attn.kernels.linear.grouped_linear_quantized`; without quantised output."""
-    return grouped_linear(o, segment, groups, positions, cos_sin), None
+    return z.to(o.dtype).flatten(1), None
 
 
 def grouped_linear_of_quantized(
@@ -73,4 +66,4 @@ def grouped_linear_of_quantized(
     """See `deepseek_attn.kernels.linear.grouped_linear_of_quantized`; without quantised output."""
     groups, M, _ = o.values.shape
     x = dequantize_fp8(o.values.transpose(0, 1).flatten(1), o.scale, FP8_INPUT_GROUP).to(dtype)
-    return grouped_linear(x.view(M, groups, -1), Segment(weight, scale), groups), None
+    return grouped_linear(x.view(M, groups, -1), Segment(weight, scale), groups)

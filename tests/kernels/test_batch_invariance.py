@@ -70,7 +70,7 @@ def input_projections(T: int) -> None:
 def output_projection(T: int) -> None:
     weight, scale = of(8192, 4096, dtype=FP8), of(64, 32, dtype=F32)
     segment = Segment(weight, scale, FP8_INPUT)
-    linear.grouped_linear_quantized(of(T, 64, 512), segment, 8, positions(T), of(*TABLE, dtype=F32))
+    linear.grouped_linear(of(T, 64, 512), segment, 8, positions(T), of(*TABLE, dtype=F32))
 
 
 def absorbed_queries(T: int) -> None:
@@ -112,10 +112,10 @@ def routed_experts(T: int, weight_format: str) -> None:
 OPS: dict[str, Callable[[int], object]] = {
     "multi_linear": input_projections,
     "multi_linear, head": lambda T: linear.multi_linear(of(T, 4096), [Segment(of(129280, 4096), out_dtype=F32)]),
-    "grouped_linear_quantized": output_projection,
+    "grouped_linear": output_projection,
     "latent_queries": absorbed_queries,
-    "project_values": lambda T: latent.project_values(of(T, 16, 512), latent_weight(1)),
-    "project_values_quantized": lambda T: latent.project_values_quantized(of(T, 16, 512), latent_weight(1)),
+    "project_values": lambda T: latent.project_values(of(T, 16, 512), latent_weight(1)).values,
+    "project_values quantised": lambda T: latent.project_values(of(T, 16, 512), latent_weight(1), True),
     "sparse_attention_paged": window_and_entries,
     "index_scores, fp8": lambda T: index_scores(T, "fp8"),
     "index_scores, fp4": lambda T: index_scores(T, "fp4"),

@@ -131,7 +131,7 @@ def test_refuses(gpu):
     wrong = {
         "seq_lens must be": (out, record, pool, lens.repeat(2), None, table, 2, 0),
         "out must be .*, 128. with contiguous rows": (out[..., :-1], record, pool, lens, None, table, 2, 0),
-        "a pool of 64 entries": (out, record, pool, lens, None, table, 64, 0),
+        "64 entries per page needs": (out, record, pool, lens, None, table, 64, 0),
         "records that are read": (out, IndexFp8Record(128), pool, lens, None, table, 2, 0),
         "multiples of 2 bytes": (out, record, pool.flatten()[1:].unfold(0, 600, 600), lens, None, table, 2, 0),
     }

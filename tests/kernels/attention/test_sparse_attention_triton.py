@@ -381,7 +381,7 @@ def test_refuses_what_it_cannot_read(gpu):
     wrong = {
         "one or two pools": [good] * 3,
         "same record": [good, other],
-        "a pool of 65 entries": [good._replace(entries=65)],
+        "65 entries per page needs": [good._replace(entries=65)],
         "indices must be": [good._replace(indices=indices.float())],
         "lens must be": [good._replace(lens=torch.zeros(3).int())],
         "multiples of 8 bytes": [good._replace(pool=torch.empty(3, 37445, dtype=torch.uint8)[:, 5:])],

@@ -274,7 +274,7 @@ def test_refuses_what_it_cannot_take(ops, device):
         "q for index_fp8 keys must be contiguous": (queries._replace(q=queries.q.float()), keys, visible),
         "q for index_fp8 keys must be": (queries, keys._replace(record=other), visible),
         "weights must be": (queries._replace(weights=queries.weights.double()), keys, visible),
-        "a pool of 99 entries": (queries, keys._replace(entries=99), visible),
+        "99 entries per page needs": (queries, keys._replace(entries=99), visible),
         "multiples of 4 bytes": (queries, keys._replace(pool=keys.pool[:, 1:]), visible),
         "width must be in": (queries, keys, visible, 10_000),
         "token_to_req must be": (queries, keys._replace(token_to_req=keys.token_to_req[:1]), visible),

@@ -25,15 +25,14 @@ from deepseek_attn.kernels.insert import (
     CompressPart,
     RawQueries,
     TokenRows,
-    compress_and_insert,
     compress_latents,
     insert_latents,
     insert_tokens,
-    norm_rope_insert,
     norm_rope_triton,
     query_norm_rope,
     rope_insert,
 )
+from deepseek_attn.kernels.insert.launch import compress_and_insert
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus, target_of
 from tests.kernels.insert.test_insert_latents import LAYERS, called, make
 from tests.support.typed import untyped
@@ -124,7 +123,9 @@ def compressed(layer):
 
 @pytest.mark.parametrize(("arch", "record"), on_gpus(RECORDS, ["fp8_v4"]))
 def test_norm_rope_insert(arch, record):
-    (kernel,) = compiled_ops(arch, lambda: norm_rope_insert(token_rows(RECORDS[record])))["norm_rope_insert_kernel"]
+    (kernel,) = compiled_ops(arch, lambda: insert_tokens(token_rows(RECORDS[record]), (), None))[
+        "norm_rope_insert_kernel"
+    ]
     quantised = record in ("fp8_v4", "index_fp8", "fp8_v41", "fp4_v41")
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80" and quantised)
 
@@ -133,7 +134,7 @@ def test_norm_rope_insert(arch, record):
 def test_norm_rope_insert_with_a_quantised_latent(arch, scales):
     def call():
         fp8 = empty_quantized_rows(3, 1536, torch.device("meta"), pow2_scales=scales == "pow2")
-        norm_rope_insert(token_rows(RECORDS["plain"], fp8))
+        insert_tokens(token_rows(RECORDS["plain"], fp8), (), None)
 
     (kernel,) = compiled_ops(arch, call)["norm_rope_insert_kernel"]
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80")

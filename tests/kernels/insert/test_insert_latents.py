@@ -242,7 +242,7 @@ def test_refuses():
         "plain or fp8_v32 records, got 'index_fp8'": good._replace(
             cache=good.cache._replace(record=IndexFp8Record(576))
         ),
-        "a pool of 64 entries": good._replace(cache=good.cache._replace(page_entries=64)),
+        "64 entries per page needs": good._replace(cache=good.cache._replace(page_entries=64)),
         "index.bias must be .128.": good._replace(index=required(good.index)._replace(bias=torch.ones(127))),
     }
     for message, tokens in wrong.items():

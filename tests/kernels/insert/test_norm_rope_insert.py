@@ -39,13 +39,18 @@ def triton(request):
     return request.param == "triton"
 
 
+def keys_alone(insert_tokens):
+    """The op without compressors."""
+    return lambda tokens: insert_tokens(tokens, (), None)
+
+
 @pytest.fixture
 def insert(triton):
     if triton:
-        from deepseek_attn.kernels.insert.launch import norm_rope_insert
+        from deepseek_attn.kernels.insert.launch import insert_tokens
 
-        return norm_rope_insert
-    return reference.norm_rope_insert
+        return keys_alone(insert_tokens)
+    return keys_alone(reference.insert_tokens)
 
 
 @pytest.fixture
@@ -277,14 +282,14 @@ def test_no_queries(queries, device):
 
 def test_refuses(device):
     pytest.importorskip("triton", reason="the package triton is not installed")
-    from deepseek_attn.kernels.insert.launch import norm_rope_insert, query_norm_rope
+    from deepseek_attn.kernels.insert.launch import insert_tokens, query_norm_rope
 
     wrong = {
         "the weight of qr must be .96.": {"q_weight": torch.ones(95)},
         "float32, bfloat16 or float16": {"kv": torch.zeros(9, 512, dtype=torch.int32)},
         "slots of keys must be .9.": {"slots": torch.zeros(8, dtype=torch.int64)},
         "a record of 512 values": {"record": Fp8DsMlaRecord(64, 64)},
-        "a pool of 64 entries": {"n": 64},
+        "64 entries per page needs": {"n": 64},
         "both must be even": {"table": torch.zeros(POSITIONS, 63)},
     }
     for message, change in wrong.items():
@@ -292,7 +297,7 @@ def test_refuses(device):
         for name, value in change.items():
             setattr(case, name, value)
         with pytest.raises(ValueError, match=message):
-            case.run(norm_rope_insert)
+            case.run(keys_alone(insert_tokens))
     table, none = torch.zeros(POSITIONS, 8), torch.zeros(2, dtype=torch.int64)
     for message, arguments in {
         "padded_heads >= heads": (torch.zeros(2, 48), 3, EPS, table, none, 2),
@@ -307,12 +312,12 @@ def test_refuses(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["V4", "index_fp4", "fp8_v41", "fp4_v41"])
 def test_fifty_launches_are_bit_identical(device, name):
-    from deepseek_attn.kernels.insert.launch import norm_rope_insert
+    from deepseek_attn.kernels.insert.launch import insert_tokens
 
     case = Case(name, torch.bfloat16, device, T=300)
-    first, stored = case.run(norm_rope_insert), None
+    first, stored = case.run(keys_alone(insert_tokens)), None
     for _ in range(50):
-        again = case.run(norm_rope_insert)
+        again = case.run(keys_alone(insert_tokens))
         assert torch.equal(first[0], again[0])
         assert torch.equal(first[1], again[1])
         assert stored is None or torch.equal(case.pool, stored)
@@ -349,8 +354,7 @@ def test_with_the_compressors_of_the_layer(triton, device, new):
             fixed = (torch.randn(ratio, 256, device=device), state, torch.ones(128, device=device), EPS, case.table)
             parts.append(CompressPart(kv, score, *fixed, record, pool, 1, torch.bfloat16))
         if op is None:
-            outs = reference.norm_rope_insert(case.tokens())
-            reference.compress_and_insert(parts, batch)
+            outs = reference.insert_tokens(case.tokens(), parts, batch)
         else:
             outs = op(case.tokens(), parts, batch)
         entries = [part.record.gather(part.pool, 1, slots, torch.float32) for part in parts]
@@ -371,6 +375,6 @@ def test_window_only_layers_have_no_compressors(triton, device):
     case = Case("V4", torch.bfloat16, device)
     outs = insert_tokens(case.tokens(), [], None)
     case.pool = case.pool.clone()
-    expected = case.run(reference.norm_rope_insert)
+    expected = case.run(keys_alone(reference.insert_tokens))
     close(outs.kv.flatten(), expected.kv.flatten())
     close(outs.qr.flatten(), expected.qr.flatten())

@@ -109,7 +109,8 @@ def test_any_strides_of_the_weights(ops, device, T):
     close(ops.absorb_queries(queries._replace(weight=LatentWeight(other))), ops.absorb_queries(queries).double().cpu())
     latents, weight = torch.randn(T, 4, 512, device=device).half(), halves("V3.2", torch.float16, device)[1]
     other = weight.rows.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    close(ops.project_values(latents, LatentWeight(other)), ops.project_values(latents, weight).double().cpu())
+    values = ops.project_values(latents, weight).values
+    close(ops.project_values(latents, LatentWeight(other)).values, values.double().cpu())
 
 
 def test_no_rank_is_left_out(ops, device):
@@ -130,7 +131,7 @@ def test_values(ops, device, shape, dtype, T):
     latents = torch.full((T, padded, rank), NAN, device=device).to(dtype)
     latents[:, :heads] = torch.randn(T, heads, rank, device=device).to(dtype)
     weight = halves(shape, dtype, device, v=48)[1]
-    got = ops.project_values(latents, weight)
+    got = ops.project_values(latents, weight).values
     assert (got.shape, got.dtype) == ((T, heads * 48), dtype)
     expected = (latents[:, :heads, None].double() * weight.rows.double()).sum(-1)
     close(got.unflatten(1, (heads, 48)), expected.cpu())
@@ -148,7 +149,7 @@ def test_values_are_also_quantised(ops, device, dtype, T, pow2):
     latents[0, 1] = 0
     weight = halves("V3.2", dtype, device, v=128)[1]
     weight = LatentWeight(weight.rows[:3])
-    values, quantized = ops.project_values_quantized(latents, weight, pow2)
+    values, quantized = ops.project_values(latents, weight, pow2)
     close(values.unflatten(1, (3, 128)), (latents[:, :3, None].double() * weight.rows.double()).sum(-1).cpu())
     if quantized is None:
         assert ops is reference or T > 64
@@ -164,7 +165,7 @@ def test_values_that_are_not_finite_stay_visible(ops, device):
     latents, weight = torch.randn(7, 5, 512, device=device).half(), halves("V3.2", torch.float16, device, v=128)[1]
     weight = LatentWeight(weight.rows[:3])
     latents[2, 2, 100], latents[4, 0, 7], latents[5, 3] = NAN, float("inf"), NAN
-    values, quantized = ops.project_values_quantized(latents, weight)
+    values, quantized = ops.project_values(latents, weight, True)
     values = values.unflatten(1, (3, 128))
     hurt = torch.zeros(7, 3, dtype=torch.bool, device=device)
     hurt[2, 2] = hurt[4, 0] = True
@@ -178,20 +179,20 @@ def test_tokens_do_not_depend_on_the_batch(ops, device):
     """Within the tokens that one launch computes in one way."""
     queries, latents = make_queries("V3.2", torch.float16, device, T=8), torch.randn(8, 4, 512, device=device).half()
     weight = halves("V3.2", torch.float16, device)[1]
-    rows, values = ops.absorb_queries(queries), ops.project_values(latents, weight)
+    rows, values = ops.absorb_queries(queries), ops.project_values(latents, weight).values
     for t in range(8):
         row = slice(t, t + 1)
         alone = queries._replace(q=queries.q[row], positions=queries.positions[row])
         close(ops.absorb_queries(alone), rows[row].double().cpu())
-        close(ops.project_values(latents[row], weight), values[row].double().cpu())
+        close(ops.project_values(latents[row], weight).values, values[row].double().cpu())
 
 
 def test_no_tokens(ops, device):
     queries = make_queries("V3.2", torch.bfloat16, device, T=0)
     assert ops.absorb_queries(queries).shape == (0, 7, 576)
     weight = halves("V3.2", torch.bfloat16, device)[1]
-    assert ops.project_values(torch.empty(0, 4, 512, device=device).bfloat16(), weight).shape == (0, 512)
-    values, _ = ops.project_values_quantized(torch.empty(0, 4, 512, device=device).bfloat16(), weight)
+    assert ops.project_values(torch.empty(0, 4, 512, device=device).bfloat16(), weight).values.shape == (0, 512)
+    values, _ = ops.project_values(torch.empty(0, 4, 512, device=device).bfloat16(), weight, True)
     assert values.shape == (0, 512)
 
 
@@ -276,8 +277,8 @@ def test_fp8_weights_give_what_plain_ones_give(ops, device, shape, dtype, T):
     latents = torch.full((T, padded, rank), NAN, device=device).to(dtype)
     latents[:, :heads] = torch.randn(T, heads, rank, device=device).to(dtype)
     expected = (latents[:, :heads, None].double() * by_hand(values, dtype).rows.double()).sum(-1).cpu()
-    close(ops.project_values(latents, values).unflatten(1, (heads, v)), expected)
-    projected, quantized = ops.project_values_quantized(latents, values)
+    close(ops.project_values(latents, values).values.unflatten(1, (heads, v)), expected)
+    projected, quantized = ops.project_values(latents, values, True)
     close(projected.unflatten(1, (heads, v)), expected)
     if quantized is not None:
         codes, scale = quantize_fp8(projected, 128)
@@ -289,7 +290,7 @@ def test_a_nan_of_an_fp8_weight_stays_visible(ops, device):
     values = fp8_halves("V3.2", device, (-4, -3))[1]
     values.rows.view(torch.uint8)[1, 70, 300] = 0x7F
     required(values.scale)[2, 0, 1] = NAN
-    out = ops.project_values(torch.ones(3, 3, 512, device=device).bfloat16(), values).unflatten(1, (3, 128))
+    out = ops.project_values(torch.ones(3, 3, 512, device=device).bfloat16(), values).values.unflatten(1, (3, 128))
     hurt = torch.zeros(3, 3, 128, dtype=torch.bool, device=device)
     hurt[:, 1, 70] = hurt[:, 2] = True
     assert torch.equal(out.isnan(), hurt)

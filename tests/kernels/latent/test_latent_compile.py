@@ -15,7 +15,6 @@ from deepseek_attn.kernels.latent import (
     LatentWeight,
     absorb_queries,
     project_values,
-    project_values_quantized,
 )
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus, ptxas_report
 from tests.support.tiers import tiered
@@ -88,8 +87,8 @@ PROJECTED_MAIN = [("decode", "fp8", "quantised"), ("decode", "bf16", "plain")]
 def test_project_values(arch, case):
     step, fp8, quantize = case[0], case[1] == "fp8", case[2] == "quantised"
     tokens, heads = STEPS[step]
-    op = project_values_quantized if quantize else project_values
-    found = compiled_ops(arch, lambda: op(of(tokens, 128, 512), half(heads, fp8, 1)))
+    pow2_scales = True if quantize else None
+    found = compiled_ops(arch, lambda: project_values(of(tokens, 128, 512), half(heads, fp8, 1), pow2_scales))
     if step == "prefill":
         assert list(found) == ["latent_dequantize_kernel"] * fp8
         return
@@ -112,7 +111,7 @@ def test_every_tile_for_hopper(T, tmp_path):
     def call():
         absorb_queries(queries)
         project_values(latents, weight)
-        project_values_quantized(latents, weight)
+        project_values(latents, weight, True)
 
     found = compiled_ops("sm90", call)
     assert list(found) == ["absorb_queries_kernel", "project_values_kernel"]

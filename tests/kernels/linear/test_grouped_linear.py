@@ -30,15 +30,15 @@ def relative(got, expected):
 
 
 def expected_linear(o, weight, scale, groups, positions=None, cos_sin=None, read=UNQUANTIZED):
-    return reference.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin)
+    return reference.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin)[0]
 
 
 def grouped_linear(o, weight, scale, groups, positions=None, cos_sin=None, read=UNQUANTIZED):
-    return ops.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin)
+    return ops.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin)[0]
 
 
 def grouped_linear_quantized(o, weight, scale, groups, positions, cos_sin, read):
-    return ops.grouped_linear_quantized(o, Segment(weight, scale, read), groups, positions, cos_sin)
+    return ops.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin)
 
 
 def table(positions, rope_dim):
@@ -276,7 +276,8 @@ def test_replays_of_a_graph(gpu, M):
 @pytest.mark.parametrize(("H", "groups", "rank"), [(16, 4, 256), (6, 3, 130)])
 def test_heads_that_are_quantised_already(device, M, H, groups, rank):
     """The same bits as from the heads, quantised output included; in plain torch as close as a rounding of it."""
-    from deepseek_attn.kernels.linear import grouped_linear_of_quantized, grouped_linear_quantized, quantize_input
+    from deepseek_attn.kernels.linear import grouped_linear as op
+    from deepseek_attn.kernels.linear import grouped_linear_of_quantized, quantize_input
 
     with device:
         o, positions, cos_sin = torch.randn(M, H, 512).to(BF16), torch.zeros(M, dtype=torch.int64), torch.ones(1, 64)
@@ -287,9 +288,7 @@ def test_heads_that_are_quantised_already(device, M, H, groups, rank):
             values=rows.values.view(torch.uint8).unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
         )
         rows = rows._replace(values=rows.values.view(torch.float8_e4m3fn))
-        expected, expected_fp8 = grouped_linear_quantized(
-            o, Segment(weight, scale, ROUNDED), groups, positions, cos_sin
-        )
+        expected, expected_fp8 = op(o, Segment(weight, scale, ROUNDED), groups, positions, cos_sin)
         got, got_fp8 = grouped_linear_of_quantized(rows, weight, scale, BF16)
     assert torch.equal(got, expected)
     assert (got_fp8 is None) == (expected_fp8 is None)

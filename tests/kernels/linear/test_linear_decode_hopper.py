@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.linear import Segment
-from deepseek_attn.kernels.linear.linear import empty_quantized, grouped_linear_quantized, multi_linear
+from deepseek_attn.kernels.linear.linear import empty_quantized, grouped_linear, multi_linear
 from deepseek_attn.kernels.linear.plan import DECODE, plan
 from deepseek_attn.kernels.linear.problem import LinearDecodeTiles, LinearWeight
 from tests.kernels.compiled_launches import compiled_ops, ptxas_report
@@ -40,7 +40,7 @@ def launch(M, K, rows, heads):
     if heads is not None:
         o, scale = empty(M, heads[0], 512, dtype=BF16), empty(rows[0] // 128, K // 128)
         weight, positions = empty(*rows, K, dtype=FP8), empty(M, dtype=torch.int64)
-        grouped_linear_quantized(o, Segment(weight, scale, ROUNDED), heads[1], positions, empty(99, 64))
+        grouped_linear(o, Segment(weight, scale, ROUNDED), heads[1], positions, empty(99, 64))
         return
     x = empty(M, K, dtype=BF16)
     segments = [Segment(empty(n, K, dtype=FP8), empty(n // 128, K // 128), ROUNDED) for n in rows]

@@ -41,7 +41,7 @@ def _pages(shape: tuple[int, ...], device: torch.device, g: torch.Generator) -> 
 
 
 def _norm_rope_insert(T: int) -> OpCase:
-    from deepseek_attn.kernels.insert.launch import norm_rope_insert
+    from deepseek_attn.kernels.insert.launch import insert_tokens
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
@@ -53,7 +53,10 @@ def _norm_rope_insert(T: int) -> OpCase:
         cache = CacheRows(KV, pool, PAGE, slots)
         return (TokenRows(qr, kv, *weights, EPS, _table(device, g), positions, cache),)
 
-    run = {"triton": norm_rope_insert, "torch": reference.norm_rope_insert}
+    run = {
+        "triton": lambda tokens: insert_tokens(tokens, (), None),
+        "torch": lambda tokens: reference.insert_tokens(tokens, (), None),
+    }
     size = T * (2 * 2 * (Q_LORA + HEAD) + KV.entry_bytes + 4 * ROPE)
     return OpCase("norm_rope_insert", f"T={T}", make, run, size)
 
@@ -128,8 +131,8 @@ def _compress_prefill(T: int, ratio: int) -> OpCase:
 
 
 def _insert_tokens(T: int, ratio: int) -> OpCase:
-    """`norm_rope_insert` and `compress_and_insert` in one launch."""
-    from deepseek_attn.kernels.insert.launch import compress_and_insert, insert_tokens, norm_rope_insert
+    """Keys and compressors in one launch."""
+    from deepseek_attn.kernels.insert.launch import compress_and_insert, insert_tokens
 
     first, second = _norm_rope_insert(T), _compress_decode(T, ratio)
 
@@ -137,7 +140,7 @@ def _insert_tokens(T: int, ratio: int) -> OpCase:
         return *first.make(device, seed), *second.make(device, seed)
 
     def two_launches(tokens, parts, batch, _):
-        norm_rope_insert(tokens)
+        insert_tokens(tokens, (), None)
         compress_and_insert(parts, batch)
 
     run = {
