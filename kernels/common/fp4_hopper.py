@@ -39,6 +39,7 @@ def fp4_to_fp8(words, low, high, LAYOUT: gl.constexpr):
         low, high: int32 ``[64, 4]``, the bytes of the power of two of each row and group.
         LAYOUT: of the result: of a thread's words, one after another.
     """
+    # a word of eight FP4 values becomes two words of four bytes, side by side in the result
     first, second = gl.inline_asm_elementwise(
         _TO_FP8, "=&r,=&r,r,r,r", [words, low[:, :, None], high[:, :, None]], dtype=(gl.int32, gl.int32), is_pure=True,
         pack=1,

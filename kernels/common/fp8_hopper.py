@@ -18,11 +18,13 @@ def fp8_scales(amax, POW2: gl.constexpr):
     """
     bits = gl.maximum(amax, _FLOOR_BITS)
     if POW2:
+        # the next power of two: any bit of the mantissa carries into the exponent
         bits = (bits.to(gl.float32, bitcast=True) * 0.002232142857142857).to(gl.int32, bitcast=True)
         bits = (bits + 0x7FFFFF) & ~0x7FFFFF
     else:
         bits = gl.div_rn(bits.to(gl.float32, bitcast=True), 448.0).to(gl.int32, bitcast=True)
     scale = bits.to(gl.float32, bitcast=True)
+    # of a power of two: its exponent, negated
     inverse = ((254 << 23) - bits).to(gl.float32, bitcast=True)
     return scale, inverse, gl.where(amax >= _INFINITY_BITS, float("nan"), scale)
 

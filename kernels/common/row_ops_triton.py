@@ -230,5 +230,5 @@ def store_fp8_groups(groups, codes, scales, inside, groups_inside, POW2: tl.cons
 def pdl_begin(PDL: tl.constexpr):
     """Lets the next launch start (PDL) and waits for the one before; memory may be used only afterwards."""
     if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+        gdc_launch_dependents()  # the next kernel may start: it waits below for the end of this one
+        gdc_wait()  # until the previous kernel has ended, and what it wrote can be read

@@ -109,7 +109,7 @@ def _copy_tile(keys, page, line_page, tile, row, line, stages, i, PAGE: gl.const
     scale = scale.to(gl.pointer_type(stages.scales.dtype)) + line_offset
     copy_to_shared(stages.keys.index(i & (STAGES - 1)), key[:, None] + column[None, :], mask=(entry < keys.n)[:, None])
     copy_to_shared(stages.scales.index(i & (STAGES - 1)), scale, mask=line_entry < keys.n)
-    async_copy.commit_group()
+    async_copy.commit_group()  # keys and scales of a tile are waited for together
 
 
 @gluon.jit
@@ -201,7 +201,7 @@ def index_scores_decode_hopper_kernel(
         queries.index(t).store(q)
         row = (first + t) * HEADS + column
         weights += (gl.load(rows.weights + row, mask=row < T * HEADS, other=0.0) * 0.5,)
-    fence_async_shared()
+    fence_async_shared()  # the tensor cores see what this thread has stored
     barrier()  # the heads of all tokens are in shared memory, for the tensor cores
 
     out_ptr = rows.out + first * rows.out_stride
@@ -254,7 +254,7 @@ def index_scores_decode_hopper_kernel(
                 if FP4:
                     left, scale = _fp4_factors(stages, i)
                 else:
-                    fence_async_shared()
+                    fence_async_shared()  # the tensor cores read the keys where the copy put them
                     left = stages.keys.index(i & (STAGES - 1))
                 barrier()  # all have this tile, and are done with the one before, whose stage the next copy takes
                 _copy_tile(keys, page, line_page, tile + AHEAD, row, line, stages, i + AHEAD, PAGE)
@@ -265,5 +265,5 @@ def index_scores_decode_hopper_kernel(
                 _score_tile(tile, left, scale, queries, weights, out_ptr, rows.out_stride, ends)
                 tile += 1
                 i += 1
-            async_copy.wait_group(0)
+            async_copy.wait_group(0)  # copies past the end, which masks have emptied
             barrier()  # all are done: the next request starts with empty stages

@@ -125,9 +125,9 @@ def split_of_keys(n):
 @gluon.jit
 def _publish(full):
     """Arrives at ``full``: the results of asynchronous copies become visible to the tensor cores."""
-    fence_async_shared()
+    fence_async_shared()  # of this thread's copies
     barrier()  # the copies of all threads have ended
-    mbarrier.arrive(full)
+    mbarrier.arrive(full)  # warpgroups that multiply wait for it
 
 
 @gluon.jit
@@ -212,11 +212,11 @@ def _score(GROUP: gl.constexpr, lens, rows, queries, stages, STAGES: gl.constexp
     copy_to_shared(
         queries.index(GROUP), rows.q + head[:, None] * DIM + channel[None, :], mask=(head < lens.T * HEADS)[:, None]
     )
-    async_copy.commit_group()
+    async_copy.commit_group()  # weights are loaded while the heads are copied
     head = group_first * HEADS + gl.arange(0, GROUP_TOKENS * HEADS, layout=COLUMNS)
     weight = gl.load(rows.weights + head, mask=head < lens.T * HEADS, other=0.0) * 0.5
-    async_copy.wait_group(0)
-    fence_async_shared()
+    async_copy.wait_group(0)  # until this thread's part of the heads is copied
+    fence_async_shared()  # the tensor cores see it
     barrier()  # the group's heads are in shared memory, for its tensor cores
 
     zeros = gl.zeros([BLOCK, GROUP_TOKENS * HEADS], gl.float32, layout=PRODUCT)

@@ -257,6 +257,7 @@ def linear_hopper_kernel(
     buffers = LinearBuffers(w_buffer, x_buffer, scale_buffer, full, empty)
     quantized_output = QuantizedOutput(memory.quantized, memory.quantized_scale, quantized_scale_stride)
     # fmt: off
+    # one warp loads blocks into the ring of stages, one or two warpgroups multiply them; each walks over all jobs
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [

@@ -105,7 +105,7 @@ class QuantizedOutput(NamedTuple):
 @gluon.jit
 def _await(buffers, n, TILING: gl.constexpr):
     """Waits until block ``n`` is in shared memory: barrier phases alternate from one use of a stage to the next."""
-    mbarrier.wait(buffers.full.index(n % TILING.STAGES), n // TILING.STAGES & 1)
+    mbarrier.wait(buffers.full.index(n % TILING.STAGES), n // TILING.STAGES & 1)  # for the bytes that TMA writes
 
 
 @gluon.jit

@@ -116,6 +116,7 @@ def quantize_input_kernel(rows, M, CONSTANTS: tl.constexpr):
     group_word = (pair // (GROUP_K // 2)).to(tl.int64)[None, :] * (rows.out_group_stride // 2)
     out_word = group_word + token[:, None] * (rows.out_stride // 2) + (pair % (GROUP_K // 2))[None, :]
     if CONSTANTS.QUANTIZE:
+        # two bytes are a word; scales are stored in rows of groups, as cuBLAS reads them
         GROUPS: tl.constexpr = CONSTANTS.CHANNELS // 128
         codes, scale = quantize_pairs(first, second, POW2, CONSTANTS.NATIVE_FP8)
         tl.store(rows.out.to(tl.pointer_type(tl.int16)) + out_word, codes, mask=inside)

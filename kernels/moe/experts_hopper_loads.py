@@ -105,7 +105,7 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
                     else:
                         load_tile(a_scale_desc, at, full, buffers.weight_scales.index(to), pred=with_scales)
             else:
-                mbarrier.expect(full, HEIGHT * STEP)
+                mbarrier.expect(full, HEIGHT * STEP)  # full once TMA has written as many bytes
             for i in gl.static_range(BOXES):
                 at = [weight_row + ROWS * i, step * STEP]
                 to = stage * BOXES + i
