@@ -102,7 +102,7 @@ def main() -> None:
             found[part] = getattr(bench, part)()
         except Exception as error:  # the other parts may work
             traceback.print_exc()
-            found[part] = {"error": f"{type(error).__name__}: {error}"[:500]}
+            found[part] = bench.before_soak | {"error": f"{type(error).__name__}: {error}"[:500]}
         say(f"{part} took {time.perf_counter() - begin:.1f} s")
     text = json.dumps(found, default=str)
     if args.out is not None:
@@ -151,11 +151,13 @@ class Bench:
 
     Attributes:
         rate: bytes per second of cudaMemcpy from pinned memory, once measured.
+        before_soak: results of a model whose soak has begun.
     """
 
     def __init__(self, config: Any, device: torch.device, args: argparse.Namespace):
         self.config, self.device, self.args = config, device, args
         self.rate: float | None = None
+        self.before_soak: dict[str, Any] = {}
 
     # --- copies ---
 
@@ -462,6 +464,7 @@ class Bench:
                 say(f"  {runner}, loaded in {loaded:.1f} s")
                 results = self.time_model(runner, given) | {"load_seconds": loaded}
                 if self.args.soak:
+                    self.before_soak = results
                     if self.args.out is not None:  # in case the soak is cut off
                         write_text(self.args.out, json.dumps({"config": self.args.model, "model": results}) + "\n")
                     results["soak"] = self.soak(runner, given)
