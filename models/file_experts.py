@@ -45,10 +45,10 @@ class FileExperts:
         return self.rows.stacks
 
     def find(self, experts: Tensor) -> ExpertSlots:
-        """The row of each expert of a routing ``[T, k]``, once they are read and their copies launched.
+        """The row of each expert of a routing ``[T, k]``; the experts have been read and their copies launched.
 
-        Of the experts that the call does not need, those with the smallest count of use make room, of equal ones the
-        lowest number; rows without an expert are taken first. What has no room goes to the common area.
+        Missing experts take rows without an expert first, then the rows of experts that the call does not need: the
+        smallest count of uses first, at equal counts the lowest number. Experts without a row go to the common area.
         """
         count = self._projections[0].experts
         if experts.is_meta:

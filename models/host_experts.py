@@ -151,9 +151,9 @@ class LayerExperts:
         self._hands_over = False
 
     def fetch_ahead(self, token_ids: Tensor, topk: int) -> None:
-        """Fetches the experts of few tokens before their layer's turn, if token ids say which.
+        """Fetches the experts of few tokens before their layer's turn, if token ids determine them.
 
-        Not if they might need rows behind the layer's own, which other layers use before.
+        Does nothing if they might need rows of the common area, which other layers use before.
         """
         if self.lookup is not None and not self.has_all and len(token_ids) * topk <= len(self.state.owner):
             self._fetched = fetch_experts(self.state, self.lookup(token_ids).contiguous(), self.stream)

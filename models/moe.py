@@ -168,8 +168,8 @@ class Experts(CheckpointModule):
         memory: where the experts are kept.
 
     Attributes:
-        rows: on the GPU, for experts in host memory or in files; None for experts that are where they are computed, and
-            for those in files on a CPU.
+        rows: rows on the GPU for experts in host memory or in files; None if the experts are in the memory of their
+            device, or in files on a CPU.
     """
 
     rows: LayerExperts | FileExperts | None = None

@@ -147,7 +147,7 @@ def compile_kernels(config: Any, tokens: list[int]) -> None:
 
 
 class Bench:
-    """All parts; each frees what it allocates.
+    """All parts; each part frees its memory.
 
     Attributes:
         rate: bytes per second of cudaMemcpy from pinned memory, once measured.

@@ -20,7 +20,7 @@ from deepseek_attn.kernels.indices import DecodeRows
 
 @dataclass(frozen=True)
 class RowOwners:
-    """Which rows belong to which request, where each of ``B`` has ``n`` rows: the same in every step of a size.
+    """Map between rows and requests where each of ``B`` requests has ``n`` rows; equal in all steps of this size.
 
     Attributes:
         query_start_loc: int32 ``[B + 1]``, first row of each request; token_to_req_indices: int32 ``[B * n]``.

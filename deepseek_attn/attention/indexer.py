@@ -98,7 +98,7 @@ class LightningIndexer(CheckpointModule):
         )
 
     def needs_topk(self, step: StepMetadata) -> bool:
-        """Whether a query may see more entries than are selected: more than that fit the pages of the block table."""
+        """Whether a selection is needed: the block table's pages hold more entries than are selected."""
         return self.table_entries(step) > self.topk
 
     def candidates(self, step: StepMetadata, tokens: slice) -> CandidateBlocks | None:
@@ -106,7 +106,7 @@ class LightningIndexer(CheckpointModule):
         return None
 
     def table_entries(self, step: StepMetadata) -> int:
-        """Entries that fit the pages of the block table, and so the most that a request can have."""
+        """Number of entries that fit the pages of the block table: the maximum of a request."""
         meta = step.sparse[self.ratio]
         return meta.block_table.shape[1] * meta.block_size
 

@@ -98,7 +98,7 @@ def make_fingerprint(
 def save_cache(
     path: str | Path, manager: CacheManager, cache: SequenceCache, token_ids: list[int], fingerprint: dict[str, str]
 ) -> None:
-    """Writes a file that is complete or not there at all; ValueError if it cannot be written there."""
+    """Writes the file completely or not at all; ValueError if the path cannot be written."""
     tensors = {"token_ids": torch.tensor(token_ids, dtype=torch.int64, device="cpu")}
     live = manager.live_pages(cache.num_tokens, cache.low_water)
     for pool in manager.pools:

@@ -85,8 +85,7 @@ class PoolSpec:
         entries: rows per page.
         record: how a row is stored; None for state pools.
         width: float32 values per state row; 0 for pools with a record.
-        carry: state rows that later windows read at a position which every ratio divides: the window before it, if
-            windows overlap.
+        carry: state rows that a snapshot keeps: those of the last closed window if windows overlap, else 0.
     """
 
     layer: str
@@ -137,12 +136,12 @@ class CacheLayout:
 
     @property
     def keeps_all_tokens(self) -> bool:
-        """Whether caches hold all that a later token reads, at every length: nothing is freed behind a window."""
+        """Whether caches keep everything that later tokens read: no window pages are freed."""
         return WINDOW not in self.pages
 
     @property
     def growing(self) -> dict[str, int]:
-        """Tokens of a page of each group whose pages a sequence keeps, so that it needs more as it grows."""
+        """Tokens per page, by group, of the groups in which a sequence needs more pages as it grows."""
         return {group: span.page_tokens for group, span in self.spans.items() if group != WINDOW}
 
     @property

@@ -317,7 +317,7 @@ class CacheManager:
             raise
 
     def check_reserved(self, batch: list[tuple[SequenceCache, int]]) -> None:
-        """Refuses a step of the next ``n`` tokens of sequences whose pages or whose last step make it wrong.
+        """Checks that the next ``n`` tokens of each sequence can be computed.
 
         Raises:
             RuntimeError: pages are not reserved, the previous step was not committed, or keys of upper layers are

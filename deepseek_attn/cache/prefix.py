@@ -90,7 +90,7 @@ class PrefixCache:
 
         Args:
             keys: of the prompt's prefixes, shortest first.
-            serves: whether the prompt can go on from a snapshot's cache; None: from every one.
+            serves: whether the prompt can continue from a given snapshot's cache; None: from every snapshot.
         """
         block, found = self.layout.snapshot_block, Match()
         for count in range(len(keys), 0, -1):
@@ -119,7 +119,7 @@ class PrefixCache:
     def keep(self, cache: SequenceCache, keys: list[bytes]) -> bool:
         """Takes a snapshot of the first ``len(keys)`` blocks of a sequence; returns whether it was new.
 
-        None is taken where the caches have moved too far past these blocks (`SnapshotStore.holds`).
+        No snapshot is taken if the caches have moved too far past these blocks (`SnapshotStore.holds`).
         It replaces a snapshot of the same tokens with fewer keys of upper layers (`SequenceCache.exact_from`).
         """
         length = len(keys) * self.layout.snapshot_block

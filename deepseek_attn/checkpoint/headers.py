@@ -42,7 +42,7 @@ SHOWN = 10  # names listed per problem
 def check_headers(
     config: AnyConfig, source: CanonicalSource, layers: Iterable[int] | None = None, attention_only: bool = False
 ) -> None:
-    """Checks the headers of ``source`` against ``config`` before a model is built, so that no size is merely believed.
+    """Checks the headers of ``source`` against ``config`` before a model is built, so that no size is used unchecked.
 
     `load_model` checks them again, with the slots of the model. If a config requires far more tensors than the
     checkpoint has, only the first missing tensors are listed.

@@ -30,8 +30,8 @@ class LoadReport:
         loaded: published names of the tensors that were loaded, scales included.
         ignored: rule -> published names of the tensors that it excluded.
         bytes: stored bytes of the loaded tensors; of a sharded tensor, those of this rank's shard.
-        by_row: tensors and their scales that stay in the checkpoint and are read while the model runs: tables, by row,
-            and routed experts with ``expert_memory="disk"``.
+        by_row: tensors and scales that stay in the checkpoint and are read while the model runs: rows of tables, and
+            routed experts with ``expert_memory="disk"``.
         mtp_loaded: the MTP layers of the model have weights. False if the model or the checkpoint has no MTP layers
             (transformers drops them), if the checkpoint has a DSpark drafter instead, and for partial loads.
     """

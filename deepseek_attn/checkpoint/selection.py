@@ -95,7 +95,7 @@ class Selection:
         return None
 
     def source_rule(self, name: str) -> str | None:
-        """The rule that excludes a tensor of a source; some that sources hold are loaded by nothing."""
+        """The rule that excludes a tensor of a source; also names tensors that no model loads."""
         if _INV_FREQ.fullmatch(name):
             return INV_FREQ
         if _MTP_COPY.fullmatch(name) and self.mtp_rule != DRAFTER:

@@ -108,7 +108,7 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def as_list(values: Iterable, what: str) -> list:
-    """The values as a list; ValueError for a single value. The error calls the argument ``what``."""
+    """The values as a list; ValueError for a single value. ``what`` is the argument's name in the message."""
     try:
         return list(values)
     except TypeError:

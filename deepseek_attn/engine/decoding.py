@@ -27,7 +27,7 @@ class Accepted:
     """The tokens that a step's results led to.
 
     Attributes:
-        tokens: new tokens of each request that has none pending. The engine appends them to its sequence, so accepted
+        tokens: new tokens of each request without pending tokens. The engine appends them to its sequence, so accepted
             drafts are removed from ``token_ids`` before, while their entries stay in the caches.
         failures: error messages of requests that failed.
         verified: (drafts, accepted drafts) of each request that had drafts.

@@ -54,8 +54,8 @@ def sample(
 ) -> torch.Tensor:
     """Choose the next token of each row.
 
-    Order: temperature, then min-p, top-k, and top-p over the remaining ones. Exactly ``top_k`` tokens are kept and ties
-    go to the lower index; at least one token always is. Nothing else of ``params`` is applied.
+    Order: temperature, then min-p, top-k, and top-p over the remaining tokens. Exactly ``top_k`` tokens are kept, and
+    ties go to the lower index; at least one token is always kept. Nothing else of ``params`` is applied.
 
     Args:
         logits: ``[B, vocab]`` float32; -inf masks a token.
@@ -89,7 +89,7 @@ def sample(
 def sample_valid(
     logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[CounterGenerator | None]
 ) -> torch.Tensor:
-    """`sample` that waits for no device: `INVALID_TOKEN` for a row that holds NaN or +inf, or nothing but -inf."""
+    """`sample` without waiting for the device: `INVALID_TOKEN` for a row that holds NaN or +inf, or only -inf."""
     _check(logits, params, generators)
     resolved = [p.resolved() for p in params]
     if not resolved:

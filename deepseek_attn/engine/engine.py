@@ -79,8 +79,8 @@ class Engine:
             index: with a seed in ``params``, requests of different index draw different random numbers.
 
         Returns:
-            The request. `Request.others` has those of the prompt's other completions, if ``params.n`` is more than 1;
-            outputs come for each of them.
+            The request. With ``params.n`` above 1, `Request.others` has the requests of the prompt's other completions;
+            each has outputs of its own.
         """
         try:
             request = Request.create(self.runner, self.tokenizer, prompt, params, index)
@@ -286,7 +286,7 @@ class Engine:
             raise RuntimeError("called from within a step of this engine: wait until it has ended (Engine.on_step)")
 
     def _compute_step(self) -> None:
-        """One step, whose results are then unreported."""
+        """Computes one step; its results are reported later."""
         self._refuse_within_step()
         with self._whole():
             self._step_in = self.turns.number
@@ -460,7 +460,7 @@ class Engine:
         self._count_ended(request)
 
     def _count_ended(self, request: Request) -> None:
-        """Drops a request that has ended, as the next outputs report."""
+        """Removes a request that has ended; the next outputs report its end."""
         request.finish_records()
         self._report(request)
         if request.finish_reason is not None:

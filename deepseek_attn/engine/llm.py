@@ -37,7 +37,7 @@ COMPILE_AHEAD = os.environ.get("DEEPSEEK_ATTN_COMPILE_AHEAD", "1") != "0"
 
 
 class IndexedPrompt(NamedTuple):
-    """A prompt with an index of its own, which names it in what `LLM.generate_iter` yields.
+    """A prompt with an index of its own, which `LLM.generate_iter` yields with the completion.
 
     Attributes:
         params: sampling parameters of this prompt; default: the parameters of the call.

@@ -114,7 +114,7 @@ class LogitsRules:
 
     @cached_property
     def _all_but_stop(self) -> bytes:
-        """What comes within the reasoning before a structured answer."""
+        """Mask of the tokens allowed within the reasoning before a structured answer."""
         bits = np.ones(-(-self.vocab_size // 32) * 32, dtype=bool)
         bits[self.stop_token_ids] = False
         return np.packbits(bits, bitorder="little").tobytes()

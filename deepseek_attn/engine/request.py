@@ -59,7 +59,7 @@ class Request:
         rules: how its logits are processed.
         text: a piece for each generated token, and one more if it was ended from outside.
         keys: names of its prefixes in the prefix cache.
-        shared: tokens at its beginning that other requests had too; a step stops there once to leave a snapshot.
+        shared: number of its leading tokens that other requests had too; a step stops there once to leave a snapshot.
         kept_blocks: blocks of tokens that have been offered to the prefix cache.
         cached_tokens: tokens that came from the prefix cache, or from ``first``, when it first started.
         preemptions: number of times it was preempted.
@@ -298,7 +298,7 @@ class Request:
         return None if self.rules is None else self.rules.allowed(self.generated())
 
     def push(self, token_id: int) -> None:
-        """Takes one sampled token, when there are no drafts. It may end the request, which still holds its caches."""
+        """Appends one sampled token; call it without pending drafts. If the token ends the request, the caches stay."""
         self.sequence.token_ids.append(token_id)
         self.text.append(self._push_stop(self.stop, token_id))
         self.finish_reason = self.stop.reason

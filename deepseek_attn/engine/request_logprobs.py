@@ -13,9 +13,10 @@ class RequestLogprobs:
 
     Attributes:
         top, prompt_top: alternatives per generated token, and per token of the prompt; None: no log-probabilities.
-        num_known: tokens of the prompt that follow on another one.
-        prompt: log-probabilities of the first of these, step by step.
-        generated: of each generated token; after an interruption perhaps of one more, which `record` replaces.
+        num_known: number of prompt tokens that have a token before them.
+        prompt: log-probabilities of these, as far as computed.
+        generated: log-probabilities of each generated token; after an interruption possibly of one more, which `record`
+            replaces.
     """
 
     top: int | None

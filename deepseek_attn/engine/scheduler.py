@@ -1,8 +1,8 @@
 """Scheduler: which requests run, how many of their tokens the next step computes, and who is preempted.
 
-Requests run in the order they came, as many as have pages for all of their tokens so far. Pages are allocated per step,
-so running requests can outgrow the pools together: then snapshots are evicted from the prefix cache, and if none is
-left, the request that was admitted last is preempted: it waits at the front, and computes its tokens again later.
+Requests run in the order of arrival, as long as there are pages for all of their tokens so far. Pages are allocated per
+step, so running requests can outgrow the pools together: then snapshots are evicted from the prefix cache, and if none
+is left, the request that was admitted last is preempted: it waits at the front, and computes its tokens again later.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Scheduler:
         self._patience, self._steps, self._largest, self._planned = PATIENCE, 0, 0, 0
 
     def shrink(self, tokens: int) -> None:
-        """After a step of ``tokens`` tokens ran out of memory: at most half as many, which `plan` doubles again later.
+        """Halves the size of steps after a step of ``tokens`` tokens ran out of memory; `plan` doubles it again later.
 
-        Where as many have succeeded since the last time, the shortage may pass, and larger steps are tried soon. Else
-        each failure doubles the number of steps until then, so that a prompt of any length ends between two failures,
-        which may cost it its caches.
+        If a step of this size has succeeded since the last failure, the shortage may pass, and a larger step is tried
+        soon. Otherwise each failure doubles the number of steps before the next try, so that a prompt of any length can
+        end between two failures, each of which may cost it its caches.
         """
         if tokens <= self._largest:
             self._patience = PATIENCE
@@ -120,7 +120,7 @@ class Scheduler:
             self._start(request, match, stats)
 
     def _start(self, request: Request, match: Match, stats: StepStats) -> None:
-        """Gives a request that has nothing in the caches the prefix that was found for it; counts what it has."""
+        """Starts a request from the prefix that was found for it, and counts its cached tokens."""
         if match.snapshot is not None and self.prefixes is not None:
             try:
                 request.sequence.cache = self.prefixes.start(match)

@@ -65,7 +65,7 @@ class _Verification:
         return self.request.sequence.token_ids[self.first + 1 :]
 
     def verify(self, chosen: list[int | str], accepted: Accepted) -> bool:
-        """Accepts the drafts that are equal to the tokens chosen there, and the token after them; False if none is.
+        """Accepts the leading drafts that equal the chosen tokens, and the token after them; False without a token.
 
         Args:
             chosen: the token after each row, or the reason why it has no token; later rows are then ignored.

@@ -23,7 +23,8 @@ class StopChecker:
 
     Text that could still become a stop string is held back, so no part of a stop string that then completes is ever
     emitted, unless ``include_stop_str_in_output`` is set. When stop strings overlap, the one that is complete
-    first wins, wherever token boundaries fall. One that is complete within ``min_tokens`` tokens is text.
+    first wins, wherever token boundaries fall. A stop string that is complete within ``min_tokens`` tokens is ordinary
+    text.
 
     Args:
         params: the request's sampling parameters.

@@ -140,7 +140,7 @@ class GrammarState:
 
     Args:
         compiled: a matcher at the beginning.
-        begins_after: the token ``</think>`` of a prompt that ends within reasoning: the grammar is of the answer.
+        begins_after: the token ``</think>`` if the prompt ends within reasoning: the grammar then begins after it.
     """
 
     def __init__(self, compiled: Any, begins_after: int | None):

@@ -134,8 +134,9 @@ def gpu_prompt(
 
     Args:
         rate: of copies, bytes/s.
-        ahead: all experts of a layer that lack are copied while the layers before compute, the first layer's before
-            (``host``); else those that tokens chose, between the routing of a layer and its products.
+        ahead: all missing experts of a layer are copied while earlier layers compute, those of the first layer before
+            the step (``host``); otherwise the chosen experts are copied between the routing of a layer and its
+            products.
     """
     seconds = moved = 0.0
     starts = range(0, tokens, chunk)

@@ -1,4 +1,4 @@
-"""Floors: the bytes and products that a part of a model cannot do without, and the time that they take at peak rates.
+"""Floors: the least bytes and products of a part of a model, and the time that they take at peak rates.
 
 Bytes are counted once each: weights as the checkpoint's format stores them (where the numerics keep it), cached entries
 that were there before the step, new entries, input and output. A second read, or intermediate results
@@ -172,10 +172,9 @@ class ModelWork:
         return work + FloorWork({}, selection.products(self.config, self.numerics))
 
     def shape_of(self, spec: AnySpec, shape: StepShape, before: bool = False) -> StepShape:
-        """The rows of a step that a layer computes, if results are those of each request's last row.
+        """The rows of a step that a layer computes when results of each request's last row are wanted.
 
-        All of them but in V4.1's upper layers (`config.trailing`). ``before``: the rows that it has as its input.
-        """
+        All rows, except in V4.1's upper layers (`config.trailing`). ``before``: the rows of the layer's input."""
         rows = None if spec.is_mtp else self._rows.get(spec.index if before else spec.index + 1)
         return shape if rows is None or rows >= shape.tokens else StepShape(shape.batch, rows, shape.context)
 
@@ -198,9 +197,9 @@ class ModelWork:
 
     @cached_property
     def _rows(self) -> dict[int, int]:
-        """By V4.1's layer, rows of its input that the last row of a request needs, where these are not all.
+        """V4.1: by layer number, input rows that a request's last row needs; absent if it needs all of them.
 
-        For the number after a layer: rows of its output.
+        The number after a layer stands for its output.
         """
         config = self.config
         if not isinstance(config, DeepseekV41Config):
@@ -260,12 +259,11 @@ class ModelWork:
         """Work of the experts of one layer, the shared one included, or of its dense MLP.
 
         Args:
-            hit_rate: part of the routed experts that are needed whose weights are on the device; others come over the
-                bus.
+            hit_rate: fraction of the chosen experts whose weights are on the device; the others are read over the bus.
 
         Notes:
-            Each token is taken to choose its experts evenly and independently of the others: the weights of as many
-            experts count as are then expected to be chosen at least once.
+            Tokens are assumed to choose experts evenly and independently. Weights count for the expected number of
+            experts that at least one token chooses.
         """
         config, tensors = self.config, tensors_below(self.config, f"{spec.name}.ffn.")
         work = self.weights(tuple(t for t in tensors if not t[0].startswith(ROUTED)), rows)

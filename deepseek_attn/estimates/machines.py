@@ -16,8 +16,8 @@ FEW_ROWS = 256  # tokens of a step from which other kernels take over
 class StageCost:
     """Time of one call of a stage: ``launch_us`` and its floors of bytes and FLOPs, each times a ratio.
 
-    Least squares of the relative error over measured calls. The ratios say how far a kernel is from the peak rate, and
-    how far bytes and products overlap; ``launch_us`` is what the chain of launches takes by itself.
+    Least squares of the relative error over measured calls. The ratios measure how far kernels are from the peak rates,
+    and how far bytes and products overlap; ``launch_us`` is the time of the chain of launches alone.
     """
 
     launch_us: float
@@ -43,17 +43,17 @@ class Machine:
     """Hosts of GPUs of one kind.
 
     Attributes:
-        gpu: the one that kernels are chosen for; memory: its bytes.
-        context, modules, nccl_memory: bytes of it that CUDA's context, loaded kernels and, with several ranks, NCCL
-            with torch's symmetric memory take.
+        gpu: kind of GPU that kernels are chosen for; memory: bytes of a GPU.
+        context, modules, nccl_memory: bytes taken by CUDA's context, by loaded kernels and, with several ranks, by NCCL
+            and torch's symmetric memory.
         rates: peak rates, as `FloorWork.floor` takes them; ``bus``: bytes/s from pinned host memory to a GPU, as the
             kernel that fetches experts reads it; ``copy_engine``: as the GPU's copy engine does.
         decode, prefill: costs of attention, by kind of V4's layers; see `attention`.
-        few, many: costs of the other stages, up to `FEW_ROWS` tokens and beyond.
+        few, many: costs of all other stages, up to `FEW_ROWS` tokens and beyond.
         step_us: once per step: embedding, metadata, greedy tokens.
         peers: sums that ranks exchange themselves; nccl: through NCCL, within a host; network: between hosts, per GPU.
         sources: where the figures are from.
-        bus_measured: so is the rate of the bus; otherwise it is what PCI Express 5.0 x16 should reach.
+        bus_measured: the rate of the bus is measured; otherwise it is the expected rate of PCI Express 5.0 x16.
     """
 
     name: str

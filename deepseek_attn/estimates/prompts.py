@@ -41,7 +41,7 @@ def prompt_groups(
 ) -> list[LayerGroup]:
     """Groups of a model whose upper layers compute trailing rows alone (V4.1), for a prompt computed in one step.
 
-    Empty for other models. Flops and bytes are those of exact results, also where ``approximate`` rows are fewer.
+    Empty for other models. Flops and bytes are of exact results, even if ``approximate`` computes fewer rows.
     """
     if not isinstance(config, DeepseekV41Config):
         return []

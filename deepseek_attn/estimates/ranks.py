@@ -182,7 +182,7 @@ class RankModel:
         return FloorWork(sizes, tuple(products))
 
     def chosen_experts(self, rows: int) -> float:
-        """Different experts of a layer that ``rows`` tokens choose on the rank that has most of them."""
+        """Expected number of different experts that ``rows`` tokens choose, on the rank with the most of them."""
         experts, topk = self.config.n_routed_experts, self.config.num_experts_per_tok
         return expected_experts(experts, topk, rows) * busiest_share(experts, topk, rows, self.layout.ranks)
 
@@ -198,7 +198,7 @@ class RankModel:
             yield self._collective("gather logits", 1, shape.batch * self.own.vocab_size * 4)
 
     def _collective(self, name: str, calls: int, part: int, reduce: bool = False) -> Collective:
-        """Of messages of ``part`` bytes from each rank to each other; ``reduce``: which all have in common."""
+        """The exchange of messages of ``part`` bytes between all ranks; ``reduce``: the messages are summed."""
         layout, machine = self.layout, self.machine
         others = layout.ranks - 1
         if layout.hosts == 1 and layout.ranks in PEER_RANKS and exchanged(part, layout.ranks):

@@ -1,1 +1,1 @@
-"""The laboratory: what measures, trains, inspects and draws. Nothing outside it imports it."""
+"""The laboratory: measurements, training, inspection and plots. Nothing outside it imports it."""

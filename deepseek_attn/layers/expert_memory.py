@@ -59,8 +59,8 @@ class ExpertStats:
     Attributes:
         hits: uses of experts that were on the device; misses: uses of experts that had to be read.
         bytes_read: bytes of weights and scales that misses read.
-        ahead: misses whose copies were begun before their routing was known, by prediction; dropped: copies that were
-            begun so for experts that no token needed, and ended when the routing was known. Their bytes do not count.
+        ahead: misses whose copies were begun before their routing was known, by prediction; dropped: predicted copies
+            of experts that no token needed, ended once the routing was known; their bytes do not count.
     """
 
     hits: int = 0

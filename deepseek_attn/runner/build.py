@@ -82,8 +82,8 @@ class LoadedModel:
         trailing: which rows of prompts upper layers compute (V4.1); None: all layers compute all rows.
         graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
         tables: looks rows of Engram tables up; None for a model without Engram layers.
-        expert_files: of routed experts that stay in the checkpoint; None for experts elsewhere.
-        expert_rows: rows on the GPU for experts in host memory; None for experts elsewhere.
+        expert_files: caches of routed experts that stay in the checkpoint; None if the experts are elsewhere.
+        expert_rows: rows on the GPU for experts in host memory; None if the experts are elsewhere.
         reference_only: every op runs in plain torch (``backend="reference"``).
         graph_problem: why decode steps cannot be captured; empty if they can.
         deterministic: a row's logits do not depend on the rest of the batch (`RunnerOptions`).
@@ -92,8 +92,8 @@ class LoadedModel:
         decode_query_len: a request of at most this many new tokens is a decode: it attends over pages in place, and its
             step may run over persistent tensors. 1, or 1 + drafts after `ModelRunner.expect_drafts`.
         directory: the checkpoint's folder; None for weights from elsewhere.
-        generation: its defaults of sampling; none for weights from elsewhere.
-        compilation: kernels that are being compiled; None if all were before, or are as they are launched.
+        generation: the checkpoint's sampling defaults; empty for weights from elsewhere.
+        compilation: kernels being compiled ahead; None if all were cached, or if launches compile them.
         turns: of the threads that use the model.
     """
 

@@ -45,7 +45,7 @@ class CpuThreads:
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
-        """Context of a step of so many new tokens; the calling thread has its own number of threads back behind it."""
+        """Context of a step of this many new tokens; restores the calling thread's number of threads on exit."""
         threads = torch.get_num_threads()
         chosen = ASKED or threads != DEFAULT
         if threads == 1 or not (self.deterministic or (not chosen and self.seconds(tokens) < WORTHWHILE)):

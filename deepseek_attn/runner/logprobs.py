@@ -194,13 +194,13 @@ def greedy_logprobs(step: HasLogitRows, counts: list[int], tops: list[int | None
 def known_logprobs(
     step: HasLogitRows, batch: list[tuple[list[int], int, int]], scored: list[ScoredRows | None], vocab: int
 ) -> list[TokenLogprobs | None]:
-    """Log-probabilities of tokens of the sequences that follow on tokens of the step. Waits for the device.
+    """Log-probabilities of known tokens of the sequences, from the logits of the tokens before them in this step.
 
-    Logits are computed for a block of tokens at a time.
+    Waits for the device. Logits are computed for a block of tokens at a time.
 
     Args:
         batch: token ids of each sequence, position of its first new token, and number of new tokens.
-        scored: the wanted ones of each, None for none; what the step or the sequence does not have is left out.
+        scored: wanted tokens of each sequence, None for none; tokens outside the step or the sequence are left out.
     """
     rows, targets, counts, start = list[int](), list[int](), list[int | None](), 0
     for (token_ids, first, n), wanted in zip(batch, scored, strict=True):

@@ -45,7 +45,7 @@ class RunnerMemory:
     """Bytes of a runner on its GPU at the peak of its steps, the CUDA context and loaded kernels left out.
 
     Attributes:
-        weights: of all layers, as one rank has them.
+        weights: one rank's weights of all layers.
         caches: all pools.
         buffers: other memory of the runner's lifetime: workspace, selected entries, RoPE tables, counters of kernels.
         graphs: persistent tensors of decode steps: block tables, inputs, and the memory pool that captured steps share.
@@ -105,7 +105,7 @@ class RunnerMemory:
 
 
 def _count(trace: AllocationTrace, request: RunnerRequest, copies: dict[str, int], layout: CacheLayout) -> RunnerMemory:
-    """Builds the runner without memory, runs its largest steps, and adds up what they allocate."""
+    """Builds the runner without memory, runs its largest steps, and adds up their allocations."""
     runner = MetaRunner.build(request)
     pools = {trace.key(pool.tensor) for pool in runner.pools}
     owners = _owners(trace, runner.model, pools)

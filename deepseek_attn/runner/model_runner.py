@@ -461,7 +461,7 @@ class ModelRunner(StepRunner):
 
 
 def _sampled_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All weights, but of routed experts the first one's alone: the others may be in the checkpoint's files."""
+    """All weights, with only the first of the routed experts: the others may be in the checkpoint's files."""
     weights = dict(model.state_dict())
     for path, module in model.named_modules():
         if isinstance(module, ExpertLinear):

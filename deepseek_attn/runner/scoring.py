@@ -130,7 +130,7 @@ def scoring_steps(
 def plan_chunks(
     pending: list[tuple[int, Sequence]], chunk_size: int | None, layout: CacheLayout
 ) -> list[tuple[int, int]]:
-    """(index, number of tokens) of the next step: the first sequences, up to the token budget."""
+    """(index, number of tokens) of each sequence in the next step: sequences in order, up to the token budget."""
     budget, work = layout.max_num_batched_tokens, []
     for index, sequence in pending[: layout.max_num_seqs]:
         n = min(sequence.num_pending, budget, chunk_size or budget)

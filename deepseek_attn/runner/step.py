@@ -52,8 +52,8 @@ class StepOptions:
         scored: by sequence of the batch, tokens that it has already whose log-probabilities are computed; None: none.
             Empty: of no sequence.
         observer: called by each attention layer of the backbone after its attention. Such a step runs eagerly.
-        record: by sequence of the batch, what is recorded of its new tokens; None: nothing. Such a step runs eagerly.
-            Empty: of no sequence.
+        record: by sequence of the batch, the records to make of its new tokens; None: no records. Such a step runs
+            eagerly. Empty: of no sequence.
         replay: by sequence of the batch, the experts and entries to use; None: the model's own choice. Such a
             step runs eagerly. Empty: of no sequence.
         ends: by sequence of the batch, the length at which its next results are wanted: that after the step, or a later
@@ -101,8 +101,8 @@ class StepOutput:
             without ``mtp``.
         logprobs: call it for the log-probabilities of ``tokens``, None for a sequence without; it waits for the device.
             None without `StepOptions.logprobs`.
-        scored: log-probabilities as `StepOptions.scored` says, None for a sequence without; None without any.
-        records: what `StepOptions.record` says, None for a sequence without; None without any.
+        scored: log-probabilities of the tokens in `StepOptions.scored`, None for a sequence without; None without any.
+        records: records requested by `StepOptions.record`, None for a sequence without; None without any.
     """
 
     logits: list[torch.Tensor] | None = None

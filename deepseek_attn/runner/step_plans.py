@@ -123,7 +123,7 @@ def step_plans(
 
 
 def _trailing_of_all_layers(runner: MetaRunner, config: AnyConfig) -> TrailingRows | None:
-    """The trailing rows of a model with all of its layers, where the runner has one of each kind."""
+    """The trailing rows of the whole model, although the runner has only one layer of each kind."""
     if runner.trailing is None:
         return None
     return replace(
@@ -197,7 +197,7 @@ def derived_fields(plan: Any) -> dict[str, Any]:
 
 
 def brief(value: Any) -> str:
-    """Fields by name, without those that are None, False or empty: ``rows=128 stages=4 pdl``."""
+    """Fields by name, except None, False and empty ones: ``rows=128 stages=4 pdl``."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name) for each in fields(value)}
     elif isinstance(value, tuple) and (as_dict := getattr(value, "_asdict", None)) is not None:

@@ -1,8 +1,8 @@
 """Prompts of V4.1: upper layers compute the trailing rows alone, from which all later results follow.
 
-`config.trailing` says which layers, and how far before a row of results they are needed. Here it is decided which rows
-of a step they compute, for sequences that may begin and end anywhere in the step, and the step's metadata get the
-metadata of these rows.
+`config.trailing` lists these layers, and the distance before a row of results from which each is needed. This module
+chooses the rows of a step that they compute, for sequences that may begin and end anywhere in the step, and adds the
+metadata of these rows to the step's.
 
 A sequence has one number for all layers, `SequenceCache.exact_from`: a layer of a part holds the keys from
 ``exact_from - reach`` on. Results of tokens from ``exact_from`` on are exact.
@@ -73,7 +73,7 @@ class TrailingRows:
         return SequenceRows(0, tokens, wanted if wanted > self.parts[-1].reach else 0)
 
     def exact_from(self, cache: SequenceCache, end: int, results: int = 1) -> int | None:
-        """`SequenceCache.exact_from` of a sequence once it has ``end`` tokens; None if its caches lack keys for that.
+        """`SequenceCache.exact_from` of a sequence when it has ``end`` tokens; None if its caches lack the needed keys.
 
         Args:
             end: length at which the last ``results`` rows need results; so do rows of sequences that go back by up to
@@ -91,11 +91,11 @@ class TrailingRows:
         return needed if needed - first >= cache.num_tokens else None
 
     def serves(self, cache: SequenceCache, end: int) -> bool:
-        """Whether a prompt of ``end`` tokens can go on from a cache, with results of any rows that can go back."""
+        """Whether a prompt of ``end`` tokens can continue from a cache, with results of any rows within a rollback."""
         return self.exact_from(cache, end, self.max_rollback) is not None
 
     def plan(self, cache: SequenceCache, new_tokens: int, end: int, results: int) -> SequenceRows:
-        """Rows of a sequence in a step after which results are wanted, or in an earlier one.
+        """Rows of a sequence that upper layers compute in a step with wanted results, or in a step before it.
 
         Args:
             end: length at which the last ``results`` rows need results, at least that after the step.
@@ -133,7 +133,7 @@ class TrailingRows:
         return self.attach(step, batch, plans) if self.needed(plans) else lengths
 
     def attach(self, step: StepMetadata, batch: StepInput, plans: Sequence[SequenceRows]) -> list[int]:
-        """Adds to a step's metadata those of the rows that each part computes, where they differ from the part before.
+        """Adds the metadata of each part's rows to a step's metadata, where they differ from the part before.
 
         Args:
             batch: the step's; plans: of its requests, in order.

@@ -32,7 +32,7 @@ class WarmUp:
     num_drafts: int = 0
 
     def steps(self) -> Iterator[None]:
-        """Runs a step of each size, those first that a first prompt and its answer need; yields after each."""
+        """Runs a step of each size, beginning with the steps of a first prompt and its answer; yields after each."""
         decodes = [*self.decode_sizes(), *self.eager_decode_sizes()]
         prefills = [*self.prefill_sizes(), *self.mixed_sizes()]
         for size in chain(prefills[:1], decodes[:2], prefills[1:], decodes[2:]):

@@ -118,11 +118,11 @@ class Encoding:
         efforts: text of each named reasoning effort in thinking mode.
         budget: text of a numeric reasoning effort.
         default_effort: text where no effort is given.
-        system_token: in front of each system message. V4 has none and puts all of them in front, V3.2 leaves them.
+        system_token: token before each system message; empty in V3.2 and V4. V4 moves all system messages to the front.
         json_object: text of the response format ``json_object``.
         v4_layout: user messages and tool results in a row are one turn, the assistant's token stands before answers,
             and all reasoning is kept where there are tools. False: V3.2's layout, without all three.
-        skips_empty: empty user messages are left out of it.
+        skips_empty: empty user messages are left out.
         blank_line: a call without arguments has an empty line.
         images: there is a placeholder for images.
     """

@@ -64,7 +64,7 @@ class ToolCall:
 
 
 class ReplyStart(NamedTuple):
-    """In which part of a reply a prompt ends.
+    """The part of a reply in which a prompt ends.
 
     Attributes:
         thinking: within reasoning.
@@ -225,7 +225,7 @@ class ReplyParser:
         self._emit("arguments", text)
 
     def _enter(self, stage: str) -> None:
-        """Enters the next stage; notes text between two tags where the format has none."""
+        """Enters the next stage; records text between two tags where the format allows none."""
         expected = self._stages[self._stage].between
         if expected is not None and not expected.fullmatch(self._skipped):
             problem = f"its markup has {self._skipped!r:.80} between two tags"

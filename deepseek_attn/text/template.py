@@ -27,7 +27,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of a me
 
 
 class GenerationBlocks(Extension):
-    """``{% generation %} ... {% endgeneration %}``, which marks an assistant's words for training: only text here."""
+    """``{% generation %} ... {% endgeneration %}``, which marks words for training: rendered as plain text."""
 
     tags: ClassVar[set[str]] = {"generation"}
 

@@ -21,7 +21,7 @@ FIXED = "fixed."
 
 
 class SeedRows(NamedTuple):
-    """Trained weights of all seeds, one row each: ``[seeds, elements]``, and what is where in a row."""
+    """Trained weights of all seeds, one row each: ``[seeds, elements]``, and the place of each weight in a row."""
 
     values: nn.Parameter
     shapes: dict[str, torch.Size]

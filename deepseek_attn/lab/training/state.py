@@ -40,7 +40,7 @@ class Steps:
 
 
 class TrainingState:
-    """The file of a training's state. Training on from it gives the bits that an uninterrupted training has on a CPU.
+    """The file of a training's state. On a CPU, a resumed training gives the same bits as an uninterrupted one.
 
     Args:
         settings: every option that the training depends on, as JSON values.
@@ -76,7 +76,7 @@ class TrainingState:
                 )
 
     def restore(self, stage: str, step: TrainingStep) -> Steps:
-        """Puts the weights and the optimizer of a stage where they were; returns the steps done.
+        """Restores the weights and the optimizer of a stage; returns the number of steps done.
 
         Batches follow from the number of steps (`task.generator_of`), so that the data needs no state of its own.
         """

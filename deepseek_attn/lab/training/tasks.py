@@ -34,7 +34,7 @@ class Draft(NamedTuple):
     def ask(
         self, places: torch.Tensor, answers: torch.Tensor, sources: torch.Tensor | None = None, written: bool = True
     ) -> None:
-        """Marks ``places [B, n]`` for the ``answers [B, n]``, which the sequence goes on with if they are ``written``.
+        """Marks ``places [B, n]`` for the ``answers [B, n]``, which are also the sequence's next tokens if ``written``.
 
         Args:
             sources: where the answers can be read.

@@ -63,7 +63,7 @@ def compile_variants(
         return {variant.key: variant for variant in variants if variant.key not in started}
 
     def advance(timeout: float | None) -> None:
-        """Takes in what has ended or was requested, for which it waits; then all workers are busy, or none waits."""
+        """Waits for an event, handles ended compilations and requests, and gives waiting variants to idle workers."""
         nonlocal requests, waiting, listed
         ready = wait([*running] if requests is None else [*running, requests], timeout)
         for receive in [one for one in running if one in ready]:

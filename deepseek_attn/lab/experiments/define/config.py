@@ -53,7 +53,7 @@ class Experiment:
         seeds: of weights and data, for everything that is trained.
         device: None: the first GPU if there is one, else the CPU.
         jobs: worker processes that train at the same time; timings always run alone.
-        limit_s: seconds after which a piece of work is given up; None never.
+        limit_s: seconds after which a unit of work has failed; None: no limit.
     """
 
     name: str

@@ -178,9 +178,9 @@ def by_variant(units: Iterable[Unit]) -> list[list[Unit]]:
 
 
 def grouped(units: list[Unit], device: str) -> list[Unit | Group]:
-    """The units with trainings in groups: of one task, as many as a GPU trains at a time, else one each.
+    """The units, with the trainings of a task in groups of the number that a GPU trains at a time; on a CPU one each.
 
-    Groups of a task are of equal size but for one: its last trainings do not wait for a large group.
+    All groups of a task but one have the same size, so that the last trainings do not wait for a large group.
     """
     found: list[Unit | Group] = []
     for label, run in groupby(units, lambda unit: unit.job.task if isinstance(unit.job, TrainJob) else None):
@@ -285,7 +285,7 @@ def _text_file(settings: CheckpointSettings | TrainSettings) -> dict[str, str | 
 
 
 def _train_units(experiment: Experiment, device: str) -> list[Unit]:
-    """Task by task in the order of the file, seeds outermost: what an interrupted experiment has is comparable."""
+    """Units task by task in the order of the file, seeds outermost: an interrupted experiment can be compared."""
     settings = experiment.train
     if settings is None:
         return []

@@ -77,7 +77,7 @@ class ModelVariant:
         return range(self.window_layers, base.num_hidden_layers) if self.dense else range(0)
 
     def windows(self, base: ModelConfig) -> dict[int, int]:
-        """Windows of the layers that differ from `config` in it: of dense attention those that keep theirs."""
+        """Windows by layer where they differ from `config`: with dense attention, of the layers that keep a window."""
         return dict.fromkeys(range(self.window_layers), base.sliding_window) if self.dense else {}
 
     @overload
@@ -154,7 +154,7 @@ class ModelVariant:
         return [changes.get(str(layer), {}) for layer in range(len(ratios))]
 
     def counts_for(self, base: AnyConfig, model: AnyConfig) -> bool:
-        """Whether the costs of ``model`` under this variant are those of the variant of ``base``."""
+        """Whether costs of ``model`` under this variant are also the costs of ``base`` under it."""
         return self.layers is None or model.num_hidden_layers == base.num_hidden_layers
 
     def numerics_from(self, preset: Numerics) -> Numerics:

@@ -157,7 +157,7 @@ def _differ(base: AnyConfig, config: AnyConfig, group: list[int]) -> bool:
 
 
 class LayerGroups:
-    """A model whose layers are loaded and computed some at a time, over all prompts, in the memory of one card.
+    """A model whose layers are loaded and computed a group at a time, over all prompts, in the memory of one card.
 
     A layer that reads entries, index keys or selections of another layer (V4.1) is loaded with it: the other
     layer's attention is computed again from the hidden states before it, which are kept.

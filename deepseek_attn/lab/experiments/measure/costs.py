@@ -25,7 +25,7 @@ def count_costs(
     """Costs of every layer and their sums.
 
     Args:
-        dtype: of plain records; contexts: tokens of a sequence, the querying one included.
+        dtype: of plain records; contexts: tokens of a sequence, the querying token included.
         dense_layers: layers whose window holds every token, whatever ``config`` says.
     """
     layout = make_layout(config, numerics, dtype, max(contexts), 1, 1, layers=config.layers)
@@ -121,7 +121,7 @@ def query_costs(
 
 
 def _entry_weights(spec: LayerSpec, config: DeepseekV4Base) -> int:
-    """Weights that make a token's entries and index keys, and those of V4.1's n-gram memory."""
+    """Number of weights that make a token's entries and index keys, V4.1's n-gram memory included."""
     hidden, head, index = config.hidden_size, config.head_dim, config.index_head_dim
     if isinstance(spec, V41LayerSpec):
         weights = hidden * head * (2 if spec.ratio > 1 else 1) + head * index if spec.owns_entries else 0

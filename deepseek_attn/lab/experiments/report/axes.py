@@ -26,7 +26,7 @@ UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 class Mark(NamedTuple):
-    """A variant in a plot: its number, its colour, and where it goes through."""
+    """A variant in a plot: its number, its colour and the points of its line."""
 
     number: int
     color: str
@@ -69,7 +69,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def set_length_ticks(axes: Axes, lengths: Iterable[float]) -> None:
-    """A logarithmic x axis with ticks at the lengths themselves; of those that are close, at the longest."""
+    """A logarithmic x axis with ticks at the lengths themselves; of close lengths, only at the longest."""
     wanted = sorted(set(lengths), reverse=True)
     gap = math.log(wanted[0] / wanted[-1]) / TICKS
     ticks: list[float] = []
@@ -173,7 +173,7 @@ def show_numbers(numbers: Iterable[int]) -> str:
 
 
 def _places(axes: Axes, points: list[Point]) -> dict[Point, Point]:
-    """Places of points in the plot, in steps of `NEAR`: those that look the same are at the same place."""
+    """Places of points in the plot, in steps of `NEAR`: points that look the same have the same place."""
     axes.update_datalim(points)
     axes.autoscale_view()
     size = NEAR * axes.figure.dpi / 72

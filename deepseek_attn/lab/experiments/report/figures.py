@@ -263,7 +263,7 @@ def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
 
 
 def draw_level(axes: Axes, name: str, level: float | None) -> None:
-    """A dashed line at a level that no schedule should leave, named at its left end."""
+    """A dashed line at a bound such as chance or dense attention, with its name at the left end."""
     if level is not None:
         axes.axhline(level, color=MUTED, linestyle="--", linewidth=1, zorder=0)
         axes.annotate(name, (0, level), xycoords=("axes fraction", "data"), xytext=(2, 2), fontsize=8, color=MUTED,

@@ -42,7 +42,7 @@ def paired(differences: Sequence[float]) -> Paired:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p values adjusted by Holm's method: the k-th smallest of n by n - k + 1, never below a smaller one's."""
+    """p values adjusted by Holm's method: the k-th smallest of n times n - k + 1, in non-decreasing order."""
     adjusted, largest = [0.0] * len(values), 0.0
     for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
         largest = max(largest, min(1.0, (len(values) - rank) * values[place]))

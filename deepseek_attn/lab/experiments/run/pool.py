@@ -58,8 +58,8 @@ class WorkerPool:
         task: pickled with each unit, so a module's function or a partial of one.
         logs: folder for the output of the processes.
         running: called with a unit and its progress.
-        finished: called with a unit and how it ended: done, failed with an error, or lost with its process.
-        limit_s: a unit that takes longer has failed, and its process is killed; None waits for ever.
+        finished: called with a unit and its end: done, failed with an error, or lost with its process.
+        limit_s: seconds after which a unit has failed and its process is killed; None: no limit.
         until: time of the monotonic clock after which no unit begins; None: all of them do.
         environments: environment variables of the processes, assigned in turn; one set for each GPU.
     """
