@@ -51,10 +51,13 @@ VISION = (r"^vision\.", r"^aligner\.", r"^image_")  # of V4.1's model, in a chec
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of packages that are not installed, whose attributes are mocks."""
+    """Modules of ``packages`` and single modules that are not installed, whose attributes are mocks."""
+
+    def __init__(self, packages: set[str]):
+        self.packages = packages
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in STAND_INS:
+        if name not in self.packages and name.partition(".")[0] not in self.packages:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -73,7 +76,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def prepare() -> None:
     """Selects vLLM's classes for NVIDIA GPUs, and puts stand-ins in the place of kernels and CUDA streams."""
-    sys.meta_path.append(StandIns())  # after the finders of packages that are installed
+    sys.meta_path.append(StandIns(STAND_INS))  # after the finders of packages that are installed
     for name in ("Event", "Stream"):  # made, not used, while a model is built
         setattr(torch.cuda, name, MagicMock)
     torch.accelerator.empty_cache = lambda: None
