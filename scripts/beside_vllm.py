@@ -93,9 +93,9 @@ def load(layer: torch.nn.Module, source: CheckpointSource, prefix: str) -> None:
             raise ValueError(f"{prefix}.{name}: {value.dtype} {tuple(value.shape)} for vLLM's {tuple(target.shape)}")
         target.copy_(value)
     for module in layer.modules():
-        method = getattr(module, "quant_method", None)
-        if hasattr(method, "process_weights_after_loading"):
-            method.process_weights_after_loading(module)
+        convert = getattr(getattr(module, "quant_method", None), "process_weights_after_loading", None)
+        if convert is not None:
+            convert(module)
 
 
 class Peer:
