@@ -324,6 +324,8 @@ def test_the_same_bits_on_a_gpu(device, preset):
                     for got, logits in zip(runner.score(texts, chunk_size), whole, strict=True):
                         assert torch.equal(got, logits)
                 assert [generated(runner, drafts) for drafts in (0, 1)] == texts_expected
+            stats = runner.expert_rows.stats
+            assert stats.ahead + stats.dropped > 0 or preset != "tiny_gpu"
 
 
 @pytest.mark.gpu
