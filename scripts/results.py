@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -258,7 +258,8 @@ def flash_mla(data: Data) -> Subject:
 
 def other_layers(data: Data) -> Subject:
     """Layers of V3.2 and V4.1."""
-    v32, v41 = data("h200_v32_layers.json"), data("h200_v41.json")
+    v32, v41, newest = data("h200_v32_layers.json"), data("h200_v41.json"), data("h200_v41_layers.json")["rows"]
+    serving = v41["serving"] + [row for row in newest if (row["model"], row["numerics"]) == ("v41_flash", "serving")]
     batches = (1, 8, 32, 128)
     points = [(length, batch) for length in ("8K", "long") for batch in batches]
     prompts = [(length, tokens) for length in ("8K", "long") for tokens in (4096, 8192)]
@@ -268,16 +269,16 @@ def other_layers(data: Data) -> Subject:
     prefill = [find(v32["prefill"], context=8192 if n == "8K" else 131072, tokens=t) for n, t in prompts]
     cells = [f"{time(r['microseconds'])} ({r['over_floor']:.1f})" if r else "" for r in decode + prefill]
     rows.append(["V3.2", "128K", *cells])
-    for layer, kind in dict.fromkeys((r["layer"], r["kind"]) for r in v41["serving"]):
+    for layer, kind in dict.fromkeys((r["layer"], r["kind"]) for r in serving):
         point = {"layer": layer, "kind": kind}
-        found = [find(v41["serving"], **point, context=8192 if n == "8K" else 65536, batch=b) for n, b in points]
+        found = [find(serving, **point, context=8192 if n == "8K" else 65536, batch=b) for n, b in points]
         cells = [f"{time(r['microseconds'])} ({r['microseconds'] / r['floor_us']:.1f})" if r else "" for r in found]
         rows.append([f"V4.1-Flash, {kind} (`{layer}`)", "64K", *cells, *[""] * len(prompts)])
     return Subject(
         "Attention layers of V3.2 and V4.1",
         "One attention layer on an H200, decode of B requests as a CUDA graph and prefill that ends at the context, "
         "microseconds (x floor); V3.2 with 128 heads.",
-        ["h200_v32_layers.json", "h200_v41.json"],
+        ["h200_v32_layers.json", "h200_v41.json", "h200_v41_layers.json"],
         "`; `".join((v32["commands"]["decode"], v41["commands"]["serving"])),
         rows,
     )
@@ -532,13 +533,87 @@ def prompts(data: Data) -> Subject:
     )
 
 
+def targets(data: Data) -> list[tuple[str, str, list[str]]]:
+    """What was aimed at, in ratios of times: the target, what is measured, and how busy an H100 is there."""
+    cards = {"H200": data("h200_beside_vllm.json")["layers"], "H100": data("h100_beside_vllm.json")["layers"]}
+    copies = {"H200": data("h200_model.json")["ceilings"]["copy"], "H100": data("h100_model.json")["ceilings"]["copy"]}
+    beside_vllm, rows = ["h200_beside_vllm.json", "h100_beside_vllm.json", "h100_counters.json"], []
+
+    def add(
+        what: str, target: float, found: Mapping[str, Sequence[float | None]], files: list[str], case: str = ""
+    ) -> None:
+        text = "; ".join(
+            f"{card} {', '.join(f'{one:.2f}' for one in ratios if one is not None)}" for card, ratios in found.items()
+        )
+        values = [round(one, 2) <= target for ratios in found.values() for one in ratios if one is not None]
+        busy = find(data("h100_counters.json")["rows"], case=case)
+        parts = {"tensor": "tensor cores", "issue": "issue slots", "dram": "DRAM"}
+        limit = ", ".join(f"{name} {busy[key]:.0f} %" for key, name in parts.items()) if busy else ""
+        met = f"{sum(values)} of {len(values)} met" + (f"; busy: {limit}" if limit else "")
+        rows.append((f"Target {target:.2f}: {what}", f"{text}: {met}", files))
+
+    def of_vllm(card: str, **point: object) -> float | None:
+        row = find(cards[card], **point)
+        return row["ours_us"] / row["vllm_us"] if row else None
+
+    prompt = {"phase": "prefill", "model": "flash", "kind": "c4a", "tokens": 4096, "context": 131072}
+    scores = "index_scores FP8, {}, 32768 entries"
+    case = scores.format("1024 queries of one request")
+    add("V4-Flash's C4A, 4096 tokens of a prompt at 128K, over vLLM's time", 0.85,
+        {card: [of_vllm(card, **prompt)] for card in cards}, beside_vllm, case)  # fmt: skip
+    points = (("flash", 131072, 128), ("flash", 1 << 20, 8), ("pro", 131072, 1))
+    keys = ("model", "context", "batch")
+    decode = {
+        card: [of_vllm(card, phase="decode", kind="c4a", **dict(zip(keys, one, strict=True))) for one in points]
+        for card in cards
+    }
+    what = "C4A over vLLM's time: V4-Flash, 128K x 128 and 1M x 8; V4-Pro, 128K x 1"
+    add(what, 0.80, decode, beside_vllm, scores.format("128 requests"))
+    h200 = [row for row in data("h200_topk.json")["rows"] if row.get("run") == 2 and row["kernel"] == "topk_kernel"]
+    sizes, over = ((1, 262144), (8, 262144), (64, 32768)), dict[str, list[float | None]]()
+    for count, width in sizes:
+        ours = find(h200, T=count, W=width, k=512, scores="normal")
+        other = find(data("h100_topk.json")["rows"], T=count, W=width, k=512, kind="n")
+        for card, us in (("H200", ours and ours["us"]), ("H100", other and other["orig"])):
+            over.setdefault(card, []).append(us / (5 + 2 * 4 * count * width / copies[card] * 1e6) if us else None)
+    what = "`topk_indices` of 1 and 8 x 262,144 and 64 x 32,768 over two reads and 5 us"
+    add(what, 1.0, over, ["h200_topk.json", "h100_topk.json", "h100_counters.json"], "topk 8x262144 k=512")
+    v41 = data("h200_v41_layers.json")["rows"]
+    kinds = list(dict.fromkeys(row["kind"] for row in v41 if row["model"] == "v41_flash"))
+    for batch in (1, 32):
+        ratios = []
+        for kind in kinds:
+            at = {"model": "v41_flash", "kind": kind, "batch": batch, "version": "now"}
+            pair = [find(v41, **at, numerics=numerics) for numerics in ("official", "serving")]
+            ratios += [pair[0]["microseconds"] / pair[1]["microseconds"]] if pair[0] and pair[1] else []
+        if ratios:
+            what = f"V4.1-Flash's layers, `official` over `serving`, B = {batch}: {', '.join(kinds)}"
+            add(what, 1.5, {"H200": ratios}, ["h200_v41_layers.json"])
+    v4 = {
+        row["kind"]: row["microseconds"] / row["floor_us"]
+        for row in v41
+        if (row["model"], row["batch"]) == ("v4_flash", 1)
+    }
+    if v4:
+        target = v4["C4A"]
+        ratios = [
+            row["microseconds"] / row["floor_us"]
+            for row in v41 if (row["model"], row["numerics"], row["batch"]) == ("v41_flash", "serving", 1)
+        ]  # fmt: skip
+        what = f"V4.1-Flash's layers, x floor, at most V4-Flash's C4A, B = 1: {', '.join(kinds)}"
+        add(what, round(target, 2), {"H200": ratios}, ["h200_v41_layers.json"])
+    return rows
+
+
 def checks(data: Data) -> Subject:
-    """Checks, soaks and comparisons of choices, a row each."""
+    """Targets, checks, soaks and comparisons of choices, a row each."""
     rows = [["measurement", "result", "data"]]
 
     def add(name: str, result: str, *files: str) -> None:
         rows.append([name, result, links(*files)])
 
+    for name, result, files in targets(data):
+        add(name, result, *files)
     mla = data("h100_flash_mla_tests.json")
     failed = f"{mla['wrong']} wrong, {mla['out of memory']} did not fit into their part of the memory"
     add(
@@ -610,7 +685,11 @@ def checks(data: Data) -> Subject:
     count = sum(len(data(name)["rows"]) for name in studies)
     add("Costs and recall of compress-ratio schedules", f"{count} rows ([experiments](experiments.md))", *studies)
     return Subject(
-        "Checks, soaks and choices", "One row for each; the data files have commands and details.", [], "", rows
+        "Targets, checks, soaks and choices",
+        "One row for each; the data files have commands and details.",
+        [],
+        "",
+        rows,
     )
 
 
