@@ -451,7 +451,7 @@ def compare_goldens(folder: Path, version: Version) -> Count:
 def load(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"encoder_{abs(hash(path))}", path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file")
+        raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -166,7 +166,7 @@ def _check(file: safe_open, manager: CacheManager, fingerprint: dict[str, str], 
     if other:
         raise ValueError(
             f"it was saved with another {' and another '.join(other)}: its bytes would be read wrongly; load it with "
-            "what it was saved with, or compute the sequence again from its tokens"
+            "the same one, or compute the sequence again from its tokens"
         )
     layout, names = manager.layout, set(file.keys())
     _check_names("tensors", names, {"token_ids", *map(_name, manager.pools)})

@@ -318,8 +318,8 @@ def check_files(args: argparse.Namespace) -> None:
             for path in given[name] if isinstance(given.get(name), list) else [given.get(name)]:
                 if isinstance(path, str) and os.path.exists(path) and os.path.samefile(path, given[output]):
                     raise ValueError(
-                        f"--{output} {given[output]} would replace what --{name.replace('_', '-')} reads: name another "
-                        "place"
+                        f"--{output} {given[output]} would replace a file that --{name.replace('_', '-')} reads: name "
+                        "another place"
                     )
 
 

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
             "--mtp needs the whole model: the MTP layer reads the hidden states of the last layer; drop --layers"
         )
     if args.logprobs is not None and args.mtp:
-        raise ValueError("--mtp writes logits of the MTP layer, --logprobs none of any layer: give one of them")
+        raise ValueError("--mtp writes logits, --logprobs log-probabilities instead of logits: give one of them")
     out = Path(args.out)
     check_output(out, "--out")
     prompts = read_token_lists(Path(args.token_ids))

@@ -41,7 +41,7 @@ class RecordStore:
             ValueError: the disk is full, or the folder cannot be written to.
         """
         if start > self.length:
-            raise ValueError(f"rows from token {start} on, and the tokens from {self.length} on have none")
+            raise ValueError(f"rows from token {start} on, before rows of tokens {self.length} to {start - 1}")
         for name, array in rows.arrays.items() if not self._discard else ():
             self._put(name, start, array)
         self.length = max(self.length, start + len(rows))

@@ -281,7 +281,7 @@ class StepRunner(LoadedModel):
     def _need_drafter(self) -> Drafter:
         if self.drafter is None:
             raise ValueError(
-                "there is no MTP layer: the checkpoint has none, only some layers were loaded, or attention is "
+                "there is no MTP layer: the checkpoint lacks it, only some layers were loaded, or attention is "
                 "data-parallel"
             )
         return self.drafter

@@ -227,7 +227,7 @@ class RecordOptions:
                 raise ValueError(f"{name}={value!r}: must be True or False")
             if value and not there:
                 what = "experts" if name == "routes" else "an indexer"
-                raise ValueError(f"{name}: none of the layers {list(found.layers)} has {what}, so there are none")
+                raise ValueError(f"{name}: the layers {list(found.layers)} lack {what}, so there is nothing to record")
         numbers = as_list(() if hidden_states is None else hidden_states, "hidden_states: numbers of layers")
         wrong = [number for number in numbers if not is_integer(number) or number not in found.layers]
         if wrong or len(set(numbers)) < len(numbers):

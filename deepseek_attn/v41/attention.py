@@ -122,7 +122,7 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
             missing |= {source}  # or another layer has selected since
         if missing:
             raise RuntimeError(
-                f"{self.prefix} reads what layers {sorted(missing)} compute in the same step: run these before it, and "
+                f"{self.prefix} reads results of layers {sorted(missing)} in the same step: run these before it, and "
                 "all layers in the model's order"
             )
         step.results.computed.add(spec.index)

@@ -99,8 +99,8 @@ def attend_raw_q(
         raise ValueError(
             f"{H} projected heads of {dim} channels, {rope} of them rotated, padded to {raw_q.padded_heads}, in "
             f"{groups} groups over {record.name} records with {record.rope_dim} rotated channels: supported are "
-            "fp8_v4 records that rotate as many, heads of multiples of 128 channels, no padding, and groups of equal "
-            "size; call query_norm_rope, sparse_attention_paged and grouped_linear for others"
+            "fp8_v4 records with that many rotated channels, heads of multiples of 128 channels, no padding, and "
+            "groups of equal size; call query_norm_rope, sparse_attention_paged and grouped_linear for others"
         )
     if not pools:
         raise ValueError("queries need keys: all pools or lists of indices are empty")

@@ -206,7 +206,7 @@ def test_a_layer_refuses_what_other_layers_have_not_computed(model):
     for layers, missing in (([5], "[4]"), ([6], "[4]"), ([4, 7], "[6]"), ([4, 6, 5, 7], "[4]"), ([6, 4], "[4]")):
         session = LayerSession(runner, layers)
         sequence = session.sequence()
-        with pytest.raises(RuntimeError, match="reads what layers " + missing.replace("[", r"\[")):
+        with pytest.raises(RuntimeError, match="reads results of layers " + missing.replace("[", r"\[")):
             sequence.run(x if len(layers) == 1 else torch.stack([x] * len(layers)))
         assert sequence.num_tokens == 0
     sequence = LayerSession(runner, [4, 5, 6, 7]).sequence()

@@ -194,7 +194,7 @@ class SetAcceptance:
     def set(self, probability: float | None) -> None:
         """Sets the acceptance probability of the next steps."""
         if probability is None:
-            raise ValueError("either all drafts have a set acceptance, or none")
+            raise ValueError("some variants with drafts lack an acceptance: give it to all of them, or to none")
         self._wrong.copy_(self._lots >= probability)
 
     @contextmanager
@@ -263,8 +263,8 @@ def run_engine(engine: Engine, prompts: list[list[int]], params: SamplingParams)
     found.verifications, found.tokens = engine.stats.verifications, [r.completion().token_ids for r in requests]
     if len(steady) < 2:
         raise ValueError(
-            f"{params.max_tokens} new tokens per request: all {len(prompts)} requests decode, and none ends, in "
-            f"{len(steady)} steps; time more tokens"
+            f"{params.max_tokens} new tokens per request: {len(steady)} steps in which all {len(prompts)} requests "
+            "decode and continue, 2 are needed; time more tokens"
         )
     found.prompt_seconds, found.prompt_tokens = prompt_seconds, prompt_tokens
     (_, begin), *steady = steady[SETTLED if len(steady) > SETTLED + 4 else 0 :]

@@ -59,7 +59,9 @@ def check_picture(path: Path) -> None:
 
     kinds = Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds:
-        raise ValueError(f"--plot {path}: it ends in none of {', '.join(f'.{kind}' for kind in sorted(kinds))}")
+        raise ValueError(
+            f"--plot {path}: its name must end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}"
+        )
 
 
 def bar_chart(path: Path, rows: list[dict], series: tuple[str, ...]) -> None:

@@ -120,8 +120,8 @@ def make_limits(report: Report) -> list[str]:
         longest = max(report["cost_model"]["contexts"])
         found.append(
             f"Costs are of {report['cost_model']['name']} at up to {show_length(longest)} tokens, qualities of the "
-            "models that were trained: a pattern fits both depths, and what it loses at one need not be what it loses "
-            "at the other."
+            "models that were trained: a pattern fits both depths, and its loss of quality at one depth may differ "
+            "from that at the other."
         )
     if any(variant["selection"] != "learned" for variant in report["variants"]):
         found.append(

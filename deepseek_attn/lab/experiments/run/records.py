@@ -50,7 +50,7 @@ def check_folder(folder: Path, experiment: Experiment, units: Sequence[Unit]) ->
         )
     if there and not any(read_record(folder, unit) for unit in units):
         raise ValueError(
-            f"none of the results in {str(folder)!r} are of experiment {experiment.name!r} as its file is now: "
+            f"the results in {str(folder)!r} are of another version of experiment {experiment.name!r}: "
             "name another folder with --out, or `run` it into a new one"
         )
     if not there and owner is None:

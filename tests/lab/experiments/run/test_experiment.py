@@ -387,7 +387,7 @@ def test_the_page_of_another_experiment_is_not_replaced(finished, tmp_path, caps
     (tmp_path / "a").mkdir()
     for changes, why in (
         ({"name": "other"}, "holds the results of experiment 'small'"),
-        ({"seeds": [5], "checkpoint": {"max_tokens": 50}, "cost": None}, "none of the results in"),
+        ({"seeds": [5], "checkpoint": {"max_tokens": 50}, "cost": None}, "are of another version of experiment"),
     ):
         other = experiment(tmp_path / "a", **changes)
         for what in ("report", "resume"):
