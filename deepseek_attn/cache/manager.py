@@ -184,7 +184,7 @@ class CacheManager:
 
     @in_turn
     def carry(self, cache: SequenceCache) -> int:
-        """Gives a snapshot's cache a row of each `Pool.carried`, of which there must be a free one; returns it."""
+        """Takes a free row of each `Pool.carried` for a snapshot's cache, and returns its number; there must be one."""
         self._settle()
         with self._change:
             cache.carried = self._free_snapshots.pop()

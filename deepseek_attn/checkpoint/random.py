@@ -1,4 +1,4 @@
-"""Random checkpoints in exactly the published format, any tensor of which can be made alone."""
+"""Random checkpoints in exactly the published format; each tensor can be made without the others."""
 
 from __future__ import annotations
 

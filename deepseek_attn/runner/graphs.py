@@ -220,7 +220,8 @@ class DecodeGraphs:
     def supports(self, query_lens: list[int], decode_query_len: int) -> bool:
         """Whether a step with these numbers of new tokens runs here: decodes only, and not too many of them.
 
-        Padding included, it has no more rows than a step may have tokens: the layers' scratch memory holds as many.
+        Padding included, it has at most as many rows as a step may have tokens: the layers' scratch memory is made for
+        these.
         """
         if len(query_lens) > self.batches[-1] or max(query_lens) > decode_query_len:
             return False

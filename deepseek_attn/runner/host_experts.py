@@ -24,7 +24,7 @@ def hold_experts(
     """Gives the layers of a loaded model rows on the GPU for experts in host memory; None if there are none.
 
     Called when everything else of the runner's lifetime is allocated. Without ``expert_cache_bytes`` experts take all
-    memory that is free but for the part of steps of this number of ``tokens``.
+    free memory except the part that steps of ``tokens`` tokens need.
 
     Raises:
         ValueError: too little memory; see `cached_experts`.

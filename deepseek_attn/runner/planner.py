@@ -227,7 +227,7 @@ def _most(plan_for: Callable[[int], Plan], total_for: Callable[[int], int] | Non
         else:
             high = value - 1
         guess = fit((more - least) / max(value - 1, 1))
-        if high - low > width // 2:  # the other memory grows in steps, and guesses creep along one of them
+        if high - low > width // 2:  # other memory grows in steps, along which guesses would advance slowly
             guess = (low + high + 1) // 2
         value = min(max(guess, low + 1), high)
     return low

@@ -65,7 +65,8 @@ def tolerance(kind: str, op: str, numerics: str, expected: Tensor) -> float:
     """Tolerance of an op: relative error of a row, or for bytes and integers the fraction that may differ.
 
     Args:
-        kind: of the fixture. In quantised numerics a sublayer of a whole model is computed on its recorded input.
+        kind: the fixture's. With quantised numerics, the sublayers of a whole model are computed on their recorded
+            inputs.
     """
     if op.endswith("selected"):
         return MODEL_SELECTED if (kind, numerics) == ("model", "official") else SELECTED[numerics]

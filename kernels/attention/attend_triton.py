@@ -142,7 +142,7 @@ class CombineShape:
 
     Attributes:
         D_V: channels of a value; BLOCK_S, BLOCK_D: splits and channels of a program.
-        PDL: start before the previous kernel ends; RAW_Q: the result is quantised, else None.
+        PDL: start before the previous kernel ends; RAW_Q: the `RawQShape` if the result is quantised, else None.
     """
 
     D_V: int

@@ -29,7 +29,7 @@ class IndexProblem:
 
 
 class IndexTiles(NamedTuple):
-    """Tiles of a program: ``tokens`` of one value each, ``columns`` of a token's row, lengths of ``requests``."""
+    """Tile of a program: ``tokens`` with a value each, ``columns`` of a token's row, ``requests`` to compare with."""
 
     tokens: int
     columns: int

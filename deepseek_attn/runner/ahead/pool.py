@@ -29,7 +29,7 @@ def compile_variants(
 ) -> None:
     """Compiles variants while more are being listed, each in a forked process, ``workers`` of them at a time.
 
-    They are compiled in the order in which they are listed, but for those of requested steps: these come first.
+    Variants of requested steps are compiled first, all others in the order of the list.
 
     Args:
         requests: receives the shapes of steps that a runner computes meanwhile; ``kernels_of``: lists their kernels.

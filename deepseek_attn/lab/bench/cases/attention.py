@@ -47,7 +47,7 @@ class Query(NamedTuple):
 
 
 def cases(device: torch.device) -> list[OpCase]:
-    """The rows, for a device that the Triton kernels support."""
+    """The benchmark rows, for a device that runs the Triton kernels."""
     rows = [
         _decode(f"{name} B={B}", record, heads, widths, B, 1, device)
         for name, (record, heads, widths) in DECODES.items()

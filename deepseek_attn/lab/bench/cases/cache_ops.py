@@ -19,7 +19,7 @@ EPS = 1e-6
 
 
 def cases(device: torch.device) -> list[OpCase]:
-    """The rows, for a device that the Triton kernels support."""
+    """The benchmark rows, for a device that runs the Triton kernels."""
     rows = [_norm_rope_insert(T) for T in TOKENS]
     rows += [_query_norm_rope(T, H) for H in (64, 128) for T in TOKENS]
     rows += [_compress_decode(T, 4) for T in TOKENS[:-1]] + [_compress_decode(T, 128) for T in TOKENS[:-1]]

@@ -20,7 +20,7 @@ TOKENS = (1, 8, 32, 128, 4096)
 
 
 def cases(device: torch.device) -> list[OpCase]:
-    """The rows, for a device that the Triton kernels support."""
+    """The benchmark rows, for a device that runs the Triton kernels."""
     rows = []
     for preset in ("v4_flash", "v4_pro"):
         config = v4_preset(preset)

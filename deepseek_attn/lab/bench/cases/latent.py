@@ -21,7 +21,7 @@ KV, INDEX = Fp8DsMlaV32Record(RANK, ROPE), IndexFp8Record(INDEX_DIM)
 
 
 def cases(device: torch.device) -> list[OpCase]:
-    """The rows, for a device that the Triton kernels support."""
+    """The benchmark rows, for a device that runs the Triton kernels."""
     return [make_case(T) for make_case in (_absorb, _project, _insert) for T in TOKENS]
 
 

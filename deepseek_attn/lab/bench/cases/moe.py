@@ -15,7 +15,7 @@ TOKENS = (1, 8, 32, 128, 512, 4096, 8192)
 
 
 def cases(device: torch.device) -> list[OpCase]:
-    """The rows, for a device that the Triton kernels support."""
+    """The benchmark rows, for a device that runs the Triton kernels."""
     rows = []
     for preset, weights in (("v4_flash", "fp4"), ("v4_pro", "fp4"), ("v32", "fp8")):
         config = ModelConfig.from_pretrained(preset)
