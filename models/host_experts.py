@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -186,18 +186,22 @@ class LayerExperts:
         self._is_ahead, self._hands_over, self._arrived, self.known, self._fetched = False, False, None, None, None
 
     def _copy_missing(self) -> None:
-        """Launches copies of the experts that are not cached, to the area in order of their ids."""
+        """Launches copies of the experts that are not cached, in order of their ids: to the area, then to free rows.
+
+        The area has room for all experts but one for each row. A row whose expert was a wrong prediction is free, so
+        that one more expert is missing, which is copied to it.
+        """
         state = self.state
         found = state.row.tolist() if self.known is None else list(self.known)
-        place = state.staged
+        rows = range(state.first, state.first + len(state.owner))
+        places = [*range(state.staged, state.staged + len(found) - len(rows)), *sorted(set(rows).difference(found))]
         parts = list(zip(expert_parts(state.device), expert_parts(state.host), strict=True))
-        for first, end in _missing_runs(found):
+        for first, end in _missing_runs(found, places):
             for target, source in parts:
-                target[place : place + end - first].copy_(source[first:end], non_blocking=True)
-            found[first:end] = range(place, place + end - first)
-            place += end - first
-        rows = torch.tensor(found, dtype=torch.int32, device="cpu", pin_memory=self.stream is not None)
-        state.found.copy_(rows, non_blocking=True)
+                target[places[0] : places[0] + end - first].copy_(source[first:end], non_blocking=True)
+            found[first:end], places = places[: end - first], places[end - first :]
+        copied = torch.tensor(found, dtype=torch.int32, device="cpu", pin_memory=self.stream is not None)
+        state.found.copy_(copied, non_blocking=True)
 
 
 class _Guess(NamedTuple):
@@ -212,15 +216,12 @@ class _Guess(NamedTuple):
     chosen: torch.cuda.Event | None
 
 
-def _missing_runs(rows: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, end) of the longest runs of experts whose row is -1."""
-    first = None
-    for expert, row in enumerate([*rows, 0]):
-        if row < 0 and first is None:
-            first = expert
-        elif row >= 0 and first is not None:
-            yield first, expert
-            first = None
+def _missing_runs(rows: Sequence[int], places: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, end) of the longest runs of experts whose row is -1 and whose next places follow one another."""
+    missing = [expert for expert, row in enumerate(rows) if row < 0]
+    pairs = list(zip(missing, places, strict=True))
+    starts = [n for n, pair in enumerate(pairs) if not n or pair != (pairs[n - 1][0] + 1, pairs[n - 1][1] + 1)]
+    return [(missing[n], missing[end - 1] + 1) for n, end in zip(starts, [*starts[1:], len(pairs)], strict=True)]
 
 
 @dataclass(eq=False)

@@ -16,11 +16,11 @@ from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.hyper_connection import DelayedInput, SublayerOutput
 from deepseek_attn.kernels.hyper_connection.types import DelayedOutput
-from deepseek_attn.kernels.moe import ExpertStack, moe_experts
+from deepseek_attn.kernels.moe import ExpertStack, fetch_experts, moe_experts, prefetch_experts
 from deepseek_attn.layers.expert_memory import ExpertMemory
 from deepseek_attn.models import host_experts
 from deepseek_attn.models.expert_rows import ExpertFormat, cached_experts
-from deepseek_attn.models.host_experts import ExpertRows
+from deepseek_attn.models.host_experts import AHEAD_COPIES, ExpertRows
 from deepseek_attn.models.moe import Gate, MoE
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
@@ -188,6 +188,22 @@ def test_predictions_change_no_bits(monkeypatch, family):
         assert torch.equal(tables[0], tables[-1])
         assert (stats.ahead > 0) == (name != "of other ranks")
         assert (stats.dropped > 0) == (name == "partly right"), name
+    runner.close()
+
+
+def test_a_prompt_behind_wrong_predictions():
+    """Rows whose experts were not needed are free: the experts that lack one are more than the area holds."""
+    runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
+    E, texts = experts_of(runner)[0].count, texts_of(runner)
+    expected = runner.score(texts)
+    with held(runner, E - 3) as rows:
+        for number, layer in enumerate(rows.layers):
+            state = layer.state
+            prefetch_experts(state, (state.row < 0).nonzero().T[:, :AHEAD_COPIES], None)
+            kept = [expert for expert in state.owner.tolist() if expert not in state.ahead[0]]
+            fetch_experts(state, torch.tensor([kept[number % 2 :]]), None, True)
+            assert (state.owner < 0).sum() == AHEAD_COPIES
+        assert all(map(torch.equal, runner.score(texts), expected))
     runner.close()
 
 
