@@ -40,7 +40,7 @@ from deepseek_attn.kernels.moe.problem import (
 )
 
 PASS_TOKENS = 8192  # tokens of a pass: intermediate results of 65536 tokens of V4-Flash would need 6 GB
-LEFT_TO_COPIES = 8  # multiprocessors that a first product leaves to the launch that copies w2 beside it
+LEFT_TO_COPIES = 8  # multiprocessors that products leave to launches that copy w2, or experts ahead, beside them
 
 
 def expert_factors(problem: ExpertsProblem, gpu: GPU) -> ExpertFactors:
@@ -169,7 +169,7 @@ def hopper_product(
     programs = gpu.multiprocessors * tiles.programs
     # A program takes a whole multiprocessor, and its jobs are fixed at launch: one that finds none beside the copying
     # programs starts when the copies end. `COPIES` has more programs than are left free here: measured together.
-    programs -= LEFT_TO_COPIES if gated and problem.beside_copies else 0
+    programs -= LEFT_TO_COPIES if problem.beside_copies else 0
     return HopperProduct(tiling, weight_rows, weight_bytes, programs, registers)
 
 
