@@ -92,6 +92,8 @@ def used(at: Name) -> list[Name]:
         return [other] if other else []
     known = imported(at.module) | {name: Name(at.module, name) for name in definitions(at.module)} | dict(imports(tree))
     found = [name for _, name in imports(tree)]
+    if isinstance(tree, ast.FunctionDef):  # its parameters hide names of the module
+        known = {name: target for name, target in known.items() if name not in {arg.arg for arg in tree.args.args}}
     nodes = list(ast.walk(tree))
     found += [known[node.id] for node in nodes if isinstance(node, ast.Name) and node.id in known]
     modules = {name.module for name in found if not name.name}

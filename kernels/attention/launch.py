@@ -114,7 +114,7 @@ def attend_raw_q(
         raw_q.positions, raw_q.cos_sin, len(raw_q.cos_sin), raw_q.eps, fp8_view(values), values.stride(0),
         values.stride(1), H // groups, scales, scales.stride(1),
     )  # fmt: skip
-    shape = RawQShape(TRITON_DTYPES[q.dtype], rope, rotated, raw_q.norm, pow2_scales, plan.native_fp8)
+    shape = RawQShape(TRITON_DTYPES[q.dtype], rope, rotated, raw_q.norm, pow2_scales, plan.attend.native_fp8)
     launch(plan, q, pools, scale, AttendOutputs(None, 0, 0, lse, None, _contiguous(sink)), dim, arguments, shape)
     return rows
 
@@ -136,8 +136,8 @@ def launch(
     _launch_attend(plan, q, keys, scale, parts, d_v, raw, raw_shape)
     attention_combine_kernel[(T, H, cdiv(d_v, tiles.channels))](  # in a fixed order
         parts, outputs, raw, H, plan.splits,
-        SHAPE=CombineShape(d_v, tiles.splits, tiles.channels, plan.pdl, raw_shape),
-        **launch_options(tiles.warps, plan.pdl),
+        SHAPE=CombineShape(d_v, tiles.splits, tiles.channels, plan.attend.pdl, raw_shape),
+        **launch_options(tiles.warps, plan.attend.pdl),
     )  # fmt: skip
     if largest is not None:
         torch.amax(largest, 1, out=outputs.largest)
@@ -189,16 +189,16 @@ def _launch_attend(
         V_PIECES=sum(start < d_v for start in starts),
         DTYPE=TRITON_DTYPES[plan.dtype],
         PRECISION="tf32x3" if plan.dtype == torch.float32 else None,
-        NATIVE_FP8=plan.native_fp8,
+        NATIVE_FP8=plan.attend.native_fp8,
         SPLIT=split,
         RAW_Q=raw_shape,
         BLOCK_H=tiles.heads,
         BLOCK_N=tiles.keys,
         STAGES=tiles.stages,
-        PDL=plan.pdl,
+        PDL=plan.attend.pdl,
     )
     attend_kernel[(T, plan.splits, head_blocks)](
-        *arguments, SHAPE=shape, num_stages=tiles.stages, **launch_options(tiles.warps, plan.pdl)
+        *arguments, SHAPE=shape, num_stages=tiles.stages, **launch_options(tiles.warps, plan.attend.pdl)
     )
 
 

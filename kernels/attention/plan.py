@@ -19,6 +19,7 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     HOPPER,
     Choice,
+    KernelPlan,
     LaunchBlock,
     Row,
     Table,
@@ -240,16 +241,14 @@ class AttendPlan:
         attend: kernel and tiles; splits: of the keys of a query.
         combine: the launch that combines splits, or rotates and quantises; None if ``attend`` writes the result.
         dtype: of products; it determines `partial_dtype`.
-        programs: of the persistent `attend_rows_hopper_kernel`; pdl, native_fp8: as of `GPU`.
+        programs: of the persistent `attend_rows_hopper_kernel`.
     """
 
-    attend: Choice
+    attend: KernelPlan
     splits: int
     combine: Choice | None
     dtype: torch.dtype
     programs: int
-    pdl: bool
-    native_fp8: bool
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -263,7 +262,7 @@ def attend_plan(problem: AttendProblem, gpu: GPU, choice: Choice, splits: int) -
     last = splits == 1 and (not problem.raw_q or (choice.kernel == "attend_hopper_kernel" and problem.dim == 512))
     combine = None if last else COMBINE.choose(CombineProblem(splits, problem.d_v, problem.raw_q), gpu)
     programs = min(problem.queries * cdiv(problem.heads, choice.config.heads), gpu.multiprocessors)
-    return AttendPlan(choice, splits, combine, problem.product_dtype, programs, gpu.pdl, gpu.native_fp8)
+    return AttendPlan(KernelPlan.of(choice, gpu), splits, combine, problem.product_dtype, programs)
 
 
 @planner("attention.attend")

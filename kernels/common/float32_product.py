@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.float32_product_plan import (
-    GROUPED_ROWS,
-    Float32ProductPlan,
-    Float32ProductProblem,
-    plan,
-)
+from deepseek_attn.kernels.common.float32_product_plan import GROUPED_ROWS, Float32ProductProblem, plan
 from deepseek_attn.kernels.common.float32_product_triton import (
     ProductArguments,
     ProductConfig,
@@ -54,18 +49,15 @@ def float32_product(
     problem = Float32ProductProblem(T, K, batch_invariant(), N, x.dtype, weight.dtype, split, grouped_rows)
     made = plan(problem, gpu(x.device))
     sums = torch.empty(made.partials, T, N + squares, dtype=torch.float32, device=x.device)
-    if T:
-        launch(made, x, weight, split, sums)
-    return PartialSums(sums, made.added_first)
-
-
-def launch(plan: Float32ProductPlan, x: Tensor, weight: Tensor, split: int, sums: Tensor) -> None:
-    """Writes the partial sums of ``x weight^T``, and of squares of x if ``sums`` has a column more."""
-    (T, K), N, tiles = x.shape, len(weight), plan.product.config
-    if plan.presplit:  # three bfloat16 values, the largest first, add up to a float32 one
+    results = PartialSums(sums, made.added_first)
+    if not T:
+        return results
+    tiles = made.product.config
+    if made.presplit:  # three bfloat16 values, the largest first, add up to a float32 one
         weight, whole = weight.new_empty(3, N, K, dtype=torch.bfloat16), weight
-        split_float32_weight_kernel[(cdiv(N * K, 1024),)](whole, weight, N * K, BLOCK=1024, **pdl_options(4, plan.pdl))
-    float32_product_kernel[(cdiv(N, tiles.columns), cdiv(T, tiles.rows), plan.partials)](
+        options = pdl_options(4, made.product.pdl)
+        split_float32_weight_kernel[(cdiv(N * K, 1024),)](whole, weight, N * K, BLOCK=1024, **options)
+    float32_product_kernel[(cdiv(N, tiles.columns), cdiv(T, tiles.rows), made.partials)](
         ProductArguments(x, weight, sums, x.stride(0)),
         T,
         CONFIG=ProductConfig(
@@ -73,13 +65,14 @@ def launch(plan: Float32ProductPlan, x: Tensor, weight: Tensor, split: int, sums
             K=K,
             COLUMNS=sums.shape[2],
             SPLIT=split,
-            INNER=plan.inner,
-            GROUPS=plan.groups,
-            PRESPLIT=plan.presplit,
+            INNER=made.inner,
+            GROUPS=made.groups,
+            PRESPLIT=made.presplit,
             BLOCK_T=tiles.rows,
             BLOCK_N=tiles.columns,
             BLOCK_K=64 if x.dtype == torch.bfloat16 else 32,
         ),
         num_stages=tiles.stages,
-        **pdl_options(tiles.warps, plan.pdl),
+        **made.product.options,
     )
+    return results

@@ -9,7 +9,7 @@ import torch
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
-    Choice,
+    KernelPlan,
     RowsProblem,
     above,
     at_least,
@@ -69,16 +69,14 @@ class Float32ProductPlan:
         inner, groups: a program adds up ``groups`` groups of ``inner`` splits.
         partials: number of partial sums.
         added_first: number of consecutive partial sums that `summed` adds first.
-        pdl: programs start before the previous kernel has ended.
     """
 
-    product: Choice
+    product: KernelPlan
     presplit: bool
     inner: int
     groups: int
     partials: int
     added_first: int
-    pdl: bool
 
 
 BF16, ONE_TERM = equals("dtype", torch.bfloat16), equals("weight_dtype", torch.bfloat16)
@@ -106,7 +104,7 @@ PRODUCTS = one_kernel(
 @planner("common.float32_product")
 def plan(problem: Float32ProductProblem, gpu: GPU) -> Float32ProductPlan:
     """One launch, or two; partial sums are in an order that does not depend on the number of rows."""
-    product = PRODUCTS.choose(problem, gpu)
+    product = PRODUCTS.take(problem, gpu)
     one_term, grouped = problem.weight_dtype == torch.bfloat16, problem.grouped
     splits = cdiv(problem.channels, problem.split)
     inner = cdiv(splits, GROUPS)
@@ -119,5 +117,4 @@ def plan(problem: Float32ProductProblem, gpu: GPU) -> Float32ProductPlan:
         groups=groups,
         partials=cdiv(splits, groups * inner) if grouped else splits,
         added_first=1 if grouped else inner,
-        pdl=gpu.pdl,
     )

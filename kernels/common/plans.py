@@ -148,7 +148,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """The plan of an op that takes one row of a table; ``native_fp8`` and ``pdl`` as in `GPU`."""
+    """The plan of one launch, which takes a row of a table; ``native_fp8`` and ``pdl`` as in `GPU`."""
 
     choice: Choice
     native_fp8: bool
@@ -158,6 +158,11 @@ class KernelPlan:
     def of(cls, choice: Choice, gpu: GPU) -> Self:
         """The plan that launches this choice on a GPU; ``early=False`` in its configuration turns early launch off."""
         return cls(choice, gpu.native_fp8, gpu.pdl and getattr(choice.config, "early", True))
+
+    @property
+    def kernel(self) -> str:
+        """The kernel of the choice."""
+        return self.choice.kernel
 
     @property
     def config(self) -> Any:
@@ -237,7 +242,11 @@ class Table(Generic[P]):
     @cached_property
     def plan(self) -> Callable[[P, GPU], KernelPlan]:
         """The `planner` of an op that takes one row of this table, which gives the op its name."""
-        return planner(self.name)(lambda problem, gpu: KernelPlan.of(self.choose(problem, gpu), gpu))
+        return planner(self.name)(self.take)
+
+    def take(self, problem: P, gpu: GPU) -> KernelPlan:
+        """The plan of one launch, of the row that `choose` chooses."""
+        return KernelPlan.of(self.choose(problem, gpu), gpu)
 
     def supports(self, row: Row[P], problem: P, gpu: GPU) -> bool:
         """Whether the kernel of a row can compute a problem."""

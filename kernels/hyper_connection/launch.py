@@ -9,7 +9,7 @@ from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import LaunchBlock, cdiv, next_power_of_2, pdl_options
+from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, next_power_of_2, pdl_options
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     CollapseArguments,
     CollapseConfig,
@@ -19,15 +19,7 @@ from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     hc_mix_kernel,
     hc_post_kernel,
 )
-from deepseek_attn.kernels.hyper_connection.plan import (
-    MANY_TOKENS,
-    POSTS,
-    SPLIT,
-    MixTiles,
-    StreamsPlan,
-    StreamsProblem,
-    plan,
-)
+from deepseek_attn.kernels.hyper_connection.plan import MANY_TOKENS, POSTS, SPLIT, StreamsProblem, plan
 from deepseek_attn.kernels.hyper_connection.types import DelayedInput, HyperConnection, SublayerInput, SublayerOutput
 
 
@@ -55,14 +47,14 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
     streams = streams.contiguous()
     x = torch.empty(len(streams), streams.shape[2], dtype=streams.dtype, device=streams.device)
     args = CollapseArguments(streams, weights, None, None, None, norm, x, None, None, None, rms_eps, 0.0)
-    _launch_collapse(plan(_problem(streams), gpu(streams.device)), args, 0)
+    _launch_collapse(plan(_problem(streams), gpu(streams.device)).collapse, args, 0)
     return x
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_post`."""
     made = POSTS.plan(_problem(streams), gpu(streams.device))
-    return _launch_post(made.config, made.pdl, _update(SublayerOutput(y, streams, post, comb))).new
+    return _launch_post(made, _update(SublayerOutput(y, streams, post, comb))).new
 
 
 def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
@@ -101,18 +93,18 @@ def launch(
     update = _update(streams)
     made = plan(_problem(update.streams, update.y is not None), gpu(update.streams.device))
     if made.update is not None and made.update.kernel == "hc_post_kernel":
-        new = _launch_post(made.update.config, made.pdl, update).new
+        new = _launch_post(made.update, update).new
         update = StreamUpdate(None, new, None, None, None)
     T, m, D = update.streams.shape
     if made.product.kernel == "hc_mix_kernel":
-        sums = _launch_mix(made.product.config, made.pdl, update, hc.fn)
+        sums = _launch_mix(made.product, update, hc.fn)
     else:
         sums = float32_product(update.streams.view(T, m * D), hc.fn, SPLIT, squares=True, grouped_rows=MANY_TOKENS).sums
-    return collapse(made, update.streams if update.new is None else update.new, sums, hc, pre, next_pre)
+    return collapse(made.collapse, update.streams if update.new is None else update.new, sums, hc, pre, next_pre)
 
 
 def collapse(
-    plan: StreamsPlan, streams: Tensor, sums: Tensor, hc: HyperConnection, pre: Tensor | None, next_pre: Tensor | None
+    plan: KernelPlan, streams: Tensor, sums: Tensor, hc: HyperConnection, pre: Tensor | None, next_pre: Tensor | None
 ) -> SublayerInput:
     """Collapses streams by the product ``sums [splits, T, len(hc.fn) + 1]``; see `launch`.
 
@@ -129,17 +121,16 @@ def collapse(
     return SublayerInput(streams, x, post, comb)
 
 
-def _launch_post(tiles: LaunchBlock, pdl: bool, update: StreamUpdate) -> StreamUpdate:
-    T, m, D = update.streams.shape
+def _launch_post(plan: KernelPlan, update: StreamUpdate) -> StreamUpdate:
+    (T, m, D), block = update.streams.shape, plan.config.size
     if T:
-        block, options = tiles.size, pdl_options(tiles.warps, pdl)
-        hc_post_kernel[(T, cdiv(D, block))](update, D=D, M=m, BLOCK=block, **options)
+        hc_post_kernel[(T, cdiv(D, block))](update, D=D, M=m, BLOCK=block, **plan.options)
     return update
 
 
-def _launch_mix(tiles: MixTiles, pdl: bool, update: StreamUpdate, fn: Tensor) -> Tensor:
+def _launch_mix(plan: KernelPlan, update: StreamUpdate, fn: Tensor) -> Tensor:
     """Updates the streams if there is an update; partial sums ``[splits, T, len(fn) + 1]`` of their product."""
-    (T, m, D), rows = update.streams.shape, len(fn)
+    (T, m, D), rows, tiles = update.streams.shape, len(fn), plan.config
     splits = cdiv(D, tiles.channels)
     sums = torch.empty(splits, T, rows + 1, dtype=torch.float32, device=fn.device)
     if T:
@@ -149,13 +140,13 @@ def _launch_mix(tiles: MixTiles, pdl: bool, update: StreamUpdate, fn: Tensor) ->
             sums,
             T,
             CONFIG=MixConfig(D, m, rows, next_power_of_2(rows + 1), tiles.tokens, tiles.channels),
-            **pdl_options(4, pdl),
+            **pdl_options(4, plan.pdl),
         )
     return sums
 
 
-def _launch_collapse(plan: StreamsPlan, args: CollapseArguments, iterations: int) -> None:
-    (T, m, D), (tokens, warps) = args.streams.shape, plan.collapse.config
+def _launch_collapse(plan: KernelPlan, args: CollapseArguments, iterations: int) -> None:
+    (T, m, D), tokens = args.streams.shape, plan.config.size
     if T == 0:
         return
     splits, rows = (0, 0) if args.sums is None else (len(args.sums), len(args.base))
@@ -174,7 +165,7 @@ def _launch_collapse(plan: StreamsPlan, args: CollapseArguments, iterations: int
             ITERATIONS=iterations,
             TOKENS=tokens,
         ),
-        **pdl_options(warps, plan.pdl),
+        **plan.options,
     )
 
 

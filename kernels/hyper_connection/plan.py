@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
-    Choice,
+    KernelPlan,
     LaunchBlock,
     Row,
     Table,
@@ -55,13 +55,11 @@ class StreamsPlan:
         update: updates the streams; `hc_mix_kernel` where ``product`` does so in the same launch; None: no update.
         product: of the streams with ``fn``: `hc_mix_kernel`, or a `float32_product` with a plan of its own.
         collapse: of the streams to a sublayer's input, with post and comb beside it.
-        pdl: programs start before the previous kernel has ended.
     """
 
-    update: Choice | None
-    product: Choice
-    collapse: Choice
-    pdl: bool
+    update: KernelPlan | None
+    product: KernelPlan
+    collapse: KernelPlan
 
 
 @condition
@@ -111,7 +109,7 @@ COLLAPSES = one_kernel(  # tokens of a program that computes post and comb
 @planner("hyper_connection.streams")
 def plan(problem: StreamsProblem, gpu: GPU) -> StreamsPlan:
     """Launches between two sublayers: two for very few tokens, else three, or four where ``fn`` is split before."""
-    update, product = None, PRODUCTS.choose(problem, gpu)
+    update, product = None, PRODUCTS.take(problem, gpu)
     if problem.update:
-        update = (UPDATES if product.kernel == "hc_mix_kernel" else POSTS).choose(problem, gpu)
-    return StreamsPlan(update, product, COLLAPSES.choose(problem, gpu), gpu.pdl)
+        update = (UPDATES if product.kernel == "hc_mix_kernel" else POSTS).take(problem, gpu)
+    return StreamsPlan(update, product, COLLAPSES.take(problem, gpu))

@@ -21,7 +21,7 @@ from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, ScaleRule
 from deepseek_attn.kernels.common.checks import check, check_quantized
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import FLOATS, gpu
-from deepseek_attn.kernels.common.plans import RowsProblem, SharedLaunch, cdiv, next_power_of_2, pdl_options
+from deepseek_attn.kernels.common.plans import RowsProblem, SharedLaunch, cdiv, next_power_of_2
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.row_ops_triton import RECORDS, EntryFormat
 from deepseek_attn.kernels.common.rows import fp8_rows, row_block
@@ -77,7 +77,7 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
         plan = plan_insert(InsertProblem.of(count, True, compressors, batch), gpu(kv.device))
         rows, shapes = (key, query), {"SHAPE": key_shape, "QUERY_SHAPE": query_shape}
         if plan.keys is not None:
-            norm_rope_insert_kernel[(count, 2)](*rows, **shapes, NATIVE_FP8=plan.native_fp8, **plan.keys.options)
+            norm_rope_insert_kernel[(count, 2)](*rows, **shapes, NATIVE_FP8=plan.keys.native_fp8, **plan.keys.options)
         _launch_windows(plan, compressors, batch, rows if plan.keys is None else (), shapes)
     return outs
 
@@ -128,10 +128,10 @@ def _launch_windows(
         ITEMS=sum(division.items),
         REUSES_RING=division.reuses_ring_rows,
         REQUESTS=max(128, next_power_of_2(requests)),
-        NATIVE_FP8=plan.native_fp8,
+        NATIVE_FP8=plan.windows.native_fp8,
     )
     arguments = (tuple(part for part, _ in parts), step, scratch, division.programs, requests)
-    options = {"PARTS": tuple(shape for _, shape in parts), "CONFIG": config, **pdl_options(tiles.warps, plan.pdl)}
+    options = {"PARTS": tuple(shape for _, shape in parts), "CONFIG": config, **plan.windows.options}
     if rows:
         programs = division.programs + tokens * (2 + len(compressors))
         insert_tokens_kernel[(programs,)](*rows, *arguments, **(shapes or {}), **options)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
-    Choice,
     KernelPlan,
     Row,
     Table,
@@ -123,14 +122,11 @@ class InsertPlan:
         keys: launch of `norm_rope_insert_kernel`; None without keys, or if the ``windows`` launch also writes them.
         windows: launch of `compress_kernel`, or of `insert_tokens_kernel` for all work; None without compressors.
         division: of the windows among programs.
-        pdl, native_fp8: features of the GPU.
     """
 
     keys: KernelPlan | None
-    windows: Choice | None
+    windows: KernelPlan | None
     division: WindowDivision | None
-    pdl: bool
-    native_fp8: bool
 
 
 FEW_TOKENS = up_to("tokens", 256)
@@ -188,11 +184,11 @@ def plan_insert(problem: InsertProblem, gpu: GPU) -> InsertPlan:
     """One launch for everything where no token overwrites the ring row of a token that it pools; else two."""
     windows = division = None
     if problem.dims:
-        windows = WINDOWS.choose(problem, gpu)
+        windows = WINDOWS.take(problem, gpu)
         division = divide_windows(problem, windows.config)
     together = windows is not None and windows.kernel == "insert_tokens_kernel"
-    keys = KernelPlan.of(KEYS.choose(problem, gpu), gpu) if problem.keys and not together else None
-    return InsertPlan(keys, windows, division, gpu.pdl, gpu.native_fp8)
+    keys = KEYS.take(problem, gpu) if problem.keys and not together else None
+    return InsertPlan(keys, windows, division)
 
 
 def divide_windows(problem: InsertProblem, tiles: PoolTiles) -> WindowDivision:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
-from deepseek_attn.kernels.common.plans import SharedLaunch, cdiv, launch_options, next_power_of_2, pdl_options
+from deepseek_attn.kernels.common.plans import SharedLaunch, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
 from deepseek_attn.kernels.common.rows import fp8_rows, row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -30,8 +30,7 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     if not out.numel():
         return out
     if plan.rotation is None:
-        options = pdl_options(plan.product.config.warps, plan.pdl)
-        absorb_queries_kernel[grid](rows, SHAPE=shape, **options)
+        absorb_queries_kernel[grid](rows, SHAPE=shape, **plan.product.options)
         return out
     # cuBLAS writes the latent channels of the result's rows, and the rotation fills their other channels
     (heads, nope, rank), warps = queries.weight.shape, plan.rotation.config.warps
@@ -73,7 +72,7 @@ def absorb_launch(queries: LatentQueries) -> SharedLaunch:
         BLOCK_RANK=tiles.rank,
         BLOCK_T=plan.tokens,
         BLOCK_H=tiles.heads,
-        NATIVE_FP8=plan.native_fp8,
+        NATIVE_FP8=plan.product.native_fp8,
     )
     grid = padded_heads * cdiv(rank, tiles.rank), cdiv(T, plan.tokens)
     return SharedLaunch(plan, rows, shape, out, grid)
@@ -103,13 +102,13 @@ def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | No
         WEIGHT=_strides(weight),
         BLOCK_RANK=tiles.rank,
         BLOCK_T=plan.tokens,
-        EARLY=min(tiles.early, cdiv(rank, tiles.rank)),
+        EARLY=min(tiles.early_blocks, cdiv(rank, tiles.rank)),
         STAGES=tiles.stages,
         POW2=pow2_scales is True,
-        NATIVE_FP8=plan.native_fp8,
+        NATIVE_FP8=plan.product.native_fp8,
     )
     project_values_kernel[(heads * cdiv(dim, tiles.values), cdiv(T, plan.tokens))](
-        rows, SHAPE=shape, num_stages=tiles.stages, **pdl_options(tiles.warps, plan.pdl)
+        rows, SHAPE=shape, num_stages=tiles.stages, **plan.product.options
     )
     return ProjectedValues(out, buffers)
 
@@ -133,7 +132,7 @@ def dequantize_weight(weight: LatentWeight, dtype: torch.dtype, plan: LatentPlan
         RANK=rank,
         WEIGHT=_strides(weight),
         DTYPE=TRITON_DTYPES[dtype],
-        NATIVE_FP8=plan.native_fp8,
+        NATIVE_FP8=plan.product.native_fp8,
         **launch_options(plan.dequantize.config.warps),
     )
     return out

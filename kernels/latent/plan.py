@@ -12,6 +12,7 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     NOT_MEASURED,
     Choice,
+    KernelPlan,
     LaunchBlock,
     Row,
     Table,
@@ -71,13 +72,13 @@ class ValueTiles(NamedTuple):
 
     Attributes:
         values, rank: value channels and latent channels of a program's tiles.
-        early: blocks of latent channels whose weights are loaded before the previous kernel has ended.
+        early_blocks: blocks of latent channels whose weights are loaded before the previous kernel has ended.
         warps, stages: of a program.
     """
 
     values: int
     rank: int
-    early: int
+    early_blocks: int
     warps: int
     stages: int = 3
 
@@ -94,17 +95,14 @@ class LatentPlan:
             values.
         quantized: the product's launch also writes the values as FP8.
         row_tiles: cuBLAS multiplies tiles of one shape, so that results do not depend on the number of tokens.
-        pdl, native_fp8: of the GPU.
     """
 
-    product: Choice
+    product: KernelPlan
     tokens: int
     dequantize: Choice | None
     rotation: Choice | None
     quantized: bool
     row_tiles: bool
-    pdl: bool
-    native_fp8: bool
 
 
 @condition
@@ -173,18 +171,17 @@ DEQUANTIZATION = Choice("latent_dequantize_kernel", LaunchBlock(WEIGHT_BLOCK, 8)
 @planner("latent.absorb_queries")
 def plan_absorb(problem: LatentProblem, gpu: GPU) -> LatentPlan:
     """One launch for few tokens; for many, cuBLAS and a launch that rotates."""
-    return _plan(ABSORB.choose(problem, gpu), ROTATION, problem, gpu)
+    return _plan(ABSORB.take(problem, gpu), ROTATION, problem, gpu)
 
 
 @planner("latent.project_values")
 def plan_values(problem: LatentProblem, gpu: GPU) -> LatentPlan:
     """One launch for few tokens, which may also quantise; cuBLAS for many."""
-    return _plan(VALUES.choose(problem, gpu), None, problem, gpu)
+    return _plan(VALUES.take(problem, gpu), None, problem, gpu)
 
 
-def _plan(product: Choice, rotation: Choice | None, problem: LatentProblem, gpu: GPU) -> LatentPlan:
+def _plan(product: KernelPlan, rotation: Choice | None, problem: LatentProblem, gpu: GPU) -> LatentPlan:
     if product.kernel != "cuBLAS":
-        quantized = quantize(problem, gpu)
-        return LatentPlan(product, problem.token_tile, None, None, quantized, False, gpu.pdl, gpu.native_fp8)
+        return LatentPlan(product, problem.token_tile, None, None, quantize(problem, gpu), False)
     dequantize = DEQUANTIZATION if problem.fp8_weight else None
-    return LatentPlan(product, 1, dequantize, rotation, False, problem.batch_invariant, gpu.pdl, gpu.native_fp8)
+    return LatentPlan(product, 1, dequantize, rotation, False, problem.batch_invariant)
