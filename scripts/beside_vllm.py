@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,8 +36,9 @@ from typing import Any
 import torch
 from bench_humming import DEVICE, report_rows
 from compare_checkouts import RATIOS, replay_times
+from stand_ins import StandIns
 from torch import Tensor
-from vllm_reads import StandIns, start_ranks
+from vllm_reads import start_ranks
 
 from deepseek_attn import ModelConfig, ModelRunner
 from deepseek_attn.checkpoint.random import RandomSource, RepeatingSource
@@ -71,7 +71,7 @@ CHECKED = ([[700, 1300, 260], [1, 1, 77], [1, 1, 1]], [[127, 128, 129], [1, 1, 1
 
 def prepare() -> None:
     """Puts stand-ins in the place of packages that are not installed, and selects vLLM's newer runner."""
-    sys.meta_path.append(StandIns(STAND_INS))  # after the finders of packages that are installed
+    StandIns.of(STAND_INS).install()
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
     os.environ.update(defaults | dict(os.environ) | {"VLLM_USE_V2_MODEL_RUNNER": "1"})
     registry = resolve_name("vllm.model_executor.models.registry")

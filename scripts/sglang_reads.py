@@ -2,7 +2,7 @@
 
     pip download --no-deps sglang==0.5.23 && unzip -q sglang-*.whl -d SGLANG
     pip install --no-deps --target SITE msgspec orjson pybase64 pillow pyzmq psutil fastapi setproctitle cloudpickle \
-        einops partial-json-parser prometheus_client aiohttp compressed-tensors==0.17.0 pydantic pydantic-core \
+        dill einops partial-json-parser prometheus_client aiohttp compressed-tensors==0.17.0 pydantic pydantic-core \
         annotated-types annotated-doc typing-inspection starlette yarl multidict propcache aiosignal frozenlist attrs \
         aiohappyeyeballs
     PYTHONPATH=SGLANG:SITE python scripts/sglang_reads.py DIR
@@ -15,8 +15,6 @@ the checkpoint are in no parameter. The last line is one JSON document.
 from __future__ import annotations
 
 import argparse
-import importlib.abc
-import importlib.machinery
 import json
 import sys
 import types
@@ -26,46 +24,32 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from stand_ins import StandIns
 from torch.overrides import TorchFunctionMode
 from vllm_reads import PATTERN, as_bytes, bytes_of, checkpoint_tensors, has_pattern
 
-ABSENT = {"aiter", "habana_frameworks", "intel_extension_for_pytorch", "mlx", "torch_musa", "torch_npu", "torch_xla"}
+ABSENT = {
+    "aiter", "habana_frameworks", "intel_extension_for_pytorch", "mlx", "torch_musa", "torch_npu", "torch_xla",
+    "xgrammar",
+}  # fmt: skip
 CONSTANTS = (".k_scale", ".v_scale")  # of caches, which checkpoints do not have
 
 
-class MissingPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of packages that SGLang imports and that are not installed; their attributes are mocks."""
+class ImportedBySGLang:
+    """Whether SGLang imports a package, or has imported it before; but not those of other hardware."""
 
     def __init__(self):
         self.names: set[str] = set()
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        package, frame = name.partition(".")[0], sys._getframe(1)
+    def __call__(self, module: str) -> bool:
+        package, frame = module.partition(".")[0], sys._getframe(1)
         while frame is not None and not any(part in frame.f_code.co_filename for part in ("sglang/", "site-packages")):
             frame = frame.f_back
         by_sglang = frame is not None and "sglang/" in frame.f_code.co_filename
         if package in ABSENT | {"sglang"} or package.startswith("_") or not (by_sglang or package in self.names):
-            return None
+            return False
         self.names.add(package)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        class Class(type):
-            def __getattr__(cls, name: str) -> Any:
-                if name.startswith(("__", "_mock", "_spec")):
-                    raise AttributeError(name)
-                return MagicMock()
-
-        class Module(types.ModuleType):
-            def __getattr__(self, name: str) -> Any:
-                if name.startswith("__"):
-                    raise AttributeError(name)
-                return Class(name, (MagicMock,), {})
-
-        return Module(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__path__ = []
+        return True
 
 
 class OnCpu(TorchFunctionMode):
@@ -86,7 +70,7 @@ def prepare() -> None:
     """Lets SGLang find an H100, of which it uses no kernel."""
     import transformers  # noqa: F401  # pyright: ignore[reportMissingImports]  # before stand-ins: it looks for packages
 
-    sys.meta_path.append(MissingPackages())
+    StandIns(ImportedBySGLang()).install()
     facts = {"name": "NVIDIA H100", "major": 9, "minor": 0, "multi_processor_count": 132}
     found = {
         "Event": MagicMock, "Stream": MagicMock, "current_stream": MagicMock(), "synchronize": MagicMock(),

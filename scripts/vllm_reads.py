@@ -17,8 +17,6 @@ values of a tensor of the checkpoint are in no parameter. The last line is one J
 from __future__ import annotations
 
 import argparse
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import re
@@ -33,8 +31,9 @@ from unittest.mock import MagicMock
 
 import torch
 from safetensors import safe_open
+from stand_ins import StandIns
 
-STAND_INS = {
+ABSENT = {
     "cuda", "cv2", "flashinfer", "humming", "mistral_common", "numba", "nvtx", "pynvml", "tilelang", "torchaudio",
     "uvloop", "xgrammar",
 }  # fmt: skip
@@ -50,33 +49,9 @@ OF_TARGET = (r"embed_tokens\.weight$", r"head\.weight$")  # which an MTP layer s
 VISION = (r"^vision\.", r"^aligner\.", r"^image_")  # of V4.1's model, in a checkpoint of its text part alone
 
 
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of ``packages`` and single modules that are not installed, whose attributes are mocks."""
-
-    def __init__(self, packages: set[str]):
-        self.packages = packages
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name not in self.packages and name.partition(".")[0] not in self.packages:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        class Module(types.ModuleType):
-            def __getattr__(self, name: str) -> Any:
-                if name.startswith("__"):
-                    raise AttributeError(name)
-                return type(name, (MagicMock,), {})
-
-        return Module(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__path__ = []
-
-
 def prepare() -> None:
     """Selects vLLM's classes for NVIDIA GPUs, and puts stand-ins in the place of kernels and CUDA streams."""
-    sys.meta_path.append(StandIns(STAND_INS))  # after the finders of packages that are installed
+    StandIns.of(ABSENT).install()
     for name in ("Event", "Stream"):  # made, not used, while a model is built
         setattr(torch.cuda, name, MagicMock)
     torch.accelerator.empty_cache = lambda: None
