@@ -138,7 +138,14 @@ def add_limits(parser: argparse._ActionsContainer) -> None:
 
 
 def runner_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `ModelRunner.from_pretrained`."""
+    """Keyword arguments of `ModelRunner.from_pretrained`; ValueError for a device that is not there.
+
+    Call it before files are read.
+    """
+    if args.device is not None:
+        from deepseek_attn.config.options import pick_device
+
+        pick_device(args.device)
     names = ("device", "numerics", "index_keys", "dtype", *ATTENTION, *EXPERTS, "parallel", *LIMITS)
     options = {name: getattr(args, name, None) for name in names}
     chosen = {"fp8_mode": options["fp8_mode"] or "auto", "expert_memory": options["expert_memory"] or "gpu"}

@@ -74,10 +74,11 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--mtp writes logits, --logprobs log-probabilities instead of logits: give one of them")
     out = Path(args.out)
     check_output(out, "--out")
+    options = runner_options(args)
     prompts = read_token_lists(Path(args.token_ids))
     check_replay(args.replay, f"{len(prompts)} lists need" if len(prompts) > 1 else None)
     replay = None if args.replay is None else [replay_file(args.replay, i) for i in range(len(prompts))]
-    runner = ModelRunner.from_pretrained(args.model, layers=args.layers, **runner_options(args))
+    runner = ModelRunner.from_pretrained(args.model, layers=args.layers, **options)
     show_report(runner, args)
     total = f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}"
     if args.logprobs is not None:

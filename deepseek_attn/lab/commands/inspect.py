@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--out {out}: the JSON is written to {json_path}; name an .html file, or another one by --json"
         )
-    ranges = parse_positions(args.queries)
+    ranges, options = parse_positions(args.queries), runner_options(args)
     prompt, model = read_prompt(args), args.model or default_checkpoint()
     source = PretrainedSource(model)
     config, tokenizer = source.config, None
@@ -98,7 +98,6 @@ def run(args: argparse.Namespace) -> None:
         if tokenizer is None:
             raise ValueError(f"{source.directory} has no tokenizer.json: give the prompt by --token-ids")
         prompt = tokenizer.encode_prompt(prompt, config.max_position_embeddings)
-    options = runner_options(args)
     options.update(max_model_len=len(prompt), max_num_seqs=1, max_snapshots=0)
     queries = None if ranges is None else expand(ranges, len(prompt))
     # report wrong choices before the weights are loaded

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.config.options import pick_device
     from deepseek_attn.lab.training import MtpTraining, TextTask, make_task, save_checkpoint, train
-    from deepseek_attn.lab.training.loop import checked_family
+    from deepseek_attn.lab.training.loop import check
     from deepseek_attn.lab.training.state import TrainingState
 
     if args.resume and not args.out:
@@ -78,15 +78,17 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         check_new_directory(args.out)
     pick_device(args.device)
-    config = checked_family(ModelConfig.from_pretrained(args.config))  # checked before a text is read
+    config = ModelConfig.from_pretrained(args.config)
     mtp = MtpTraining(**mtp_options(args, config)).filled(args.steps, args.lr, args.weight_decay)
+    sizes = {name: getattr(args, name) for name in ("steps", "batch", "seq_len", "seed", "lr", "weight_decay")}
+    checked = {name: value for name, value in sizes.items() if name != "seed"}
+    config = check(config, **checked, budget_s=args.budget, mtp=mtp)  # before a text is read
     if args.task:
         task = make_task(args.task, config.vocab_size, gap=args.gap)
     else:
         text = "\n\n".join(read_text("--text", file) for file in args.text) if args.text else None
         task = TextTask.from_text(text, vocab_size=config.vocab_size)
         say(f"text: {len(task.ids)} tokens, {len(task.parts['test'])} of them held out")
-    sizes = {name: getattr(args, name) for name in ("steps", "batch", "seq_len", "seed", "lr", "weight_decay")}
     state = None
     if args.out:
         made_of = {"config": config.to_dict(), "task": task_key(task), "mtp": asdict(mtp), "budget": args.budget}

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.options import pick_device
-from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.lab.training.drafts import DraftModel, count_accepted, draft_losses
 from deepseek_attn.lab.training.forward import DenseModel
 from deepseek_attn.lab.training.save import TrainedSource
@@ -23,12 +22,11 @@ from deepseek_attn.lab.training.seeds import SeedsStep
 from deepseek_attn.lab.training.state import Steps, TrainingState
 from deepseek_attn.lab.training.step import BackboneStep, MtpStep, TrainingStep
 from deepseek_attn.lab.training.task import Batch, Task, generator_of
-from deepseek_attn.lab.training.weights import FreshSource, build_model
+from deepseek_attn.lab.training.weights import FreshSource, TrainableConfig, build_model, check_trainable
 from deepseek_attn.models.block import Backbone
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.utils.clock import seconds_since
 
-TrainableConfig = ModelConfig | DeepseekV41Config
 WARMUP = 0.05  # share of the training in which the learning rate rises
 DENSE_SHARE = 0.5  # share that reads all entries with unquantised weights, see `train`
 REPORT_EVERY = 20
@@ -207,10 +205,9 @@ def train_stepwise(
         windows: sliding windows of layers that have another than the config's.
     """
     drafter = (mtp or MtpTraining()).filled(steps, lr, weight_decay)
-    check(config, task, steps, batch, seq_len, dense_share)
-    check_rates(lr, weight_decay, budget_s)
+    check(config, steps, batch, seq_len, lr, weight_decay, budget_s, drafter, dense_share)
+    check_task(config, task, seq_len)
     if config.mtp_layers:
-        check_mtp(drafter, seq_len)
         budget_s = budget_s * steps / (steps + drafter.steps) if budget_s else None
     dense = fresh_model(config, seed, pick_device(device), selection, windows)
     model = dense.model
@@ -275,8 +272,8 @@ def train_seeds_stepwise(
     Each seed's weights and batches are those that it has alone; sums are rounded otherwise, so that its result depends
     on the seeds beside it. Returns the results in the order of ``seeds``; they are not evaluated.
     """
-    check(config, task, steps, batch, seq_len, dense_share)
-    check_rates(lr, weight_decay, None)
+    check(config, steps, batch, seq_len, lr, weight_decay, dense_share=dense_share)
+    check_task(config, task, seq_len)
     if config.mtp_layers:
         raise ValueError("seeds are trained together without an MTP layer: set num_nextn_predict_layers to 0")
     members = [fresh_model(config, seed, pick_device(device), selection, windows) for seed in seeds]
@@ -412,30 +409,45 @@ def run_steps(
     return Steps(done, losses, seconds())
 
 
-def checked_family(config: AnyConfig) -> TrainableConfig:
-    """The config; ValueError for a family other than V4 and V4.1."""
-    if not isinstance(config, ModelConfig | DeepseekV41Config):
-        raise ValueError(
-            f"cannot train a {config.model_type}: only DeepSeek-V4 and V4.1 have a differentiable path here"
-        )
-    return config
+def check(
+    config: AnyConfig,
+    steps: int,
+    batch: int,
+    seq_len: int,
+    lr: float,
+    weight_decay: float,
+    budget_s: float | None = None,
+    mtp: FilledMtpTraining | None = None,
+    dense_share: float = DENSE_SHARE,
+) -> TrainableConfig:
+    """Checks everything that `train` can check without its task; returns the config.
 
-
-def check(config: TrainableConfig, task: Task, steps: int, batch: int, seq_len: int, dense_share: float) -> None:
-    """ValueError, with all problems, for sizes that `train` cannot use."""
-    checked_family(config)
+    Raises:
+        ValueError: listing the problems.
+    """
+    config = check_trainable(config)
     problems = []
     for name, value in (("steps", steps), ("batch", batch), ("seq_len", seq_len)):
         if value < 1:
             problems.append(f"{name} is {value}: at least 1 is needed")
-    if task.vocab_size > config.vocab_size:
-        problems.append(f"task {task.name} has {task.vocab_size} tokens, vocab_size is {config.vocab_size}")
     if seq_len > config.max_position_embeddings:
         problems.append(f"seq_len {seq_len} exceeds the model's {config.max_position_embeddings} positions")
     if not 0.0 <= dense_share <= 1.0:
         problems.append(f"dense_share is {dense_share}: it is between 0 and 1")
     if problems:
         raise ValueError("cannot train: " + "; ".join(problems))
+    check_rates(lr, weight_decay, budget_s)
+    if config.mtp_layers and mtp is not None:
+        check_mtp(mtp, seq_len)
+    return config
+
+
+def check_task(config: TrainableConfig, task: Task, seq_len: int) -> None:
+    """ValueError for a task whose tokens the config lacks, or that is too short for a sequence."""
+    if task.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"cannot train: task {task.name} has {task.vocab_size} tokens, vocab_size is {config.vocab_size}"
+        )
     task.batch(1, seq_len, torch.Generator(), "test")  # a split that is too short must show before the training
 
 

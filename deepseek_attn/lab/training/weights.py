@@ -11,7 +11,7 @@ from deepseek_attn.checkpoint.loader import load_model
 from deepseek_attn.checkpoint.published import published_tensors
 from deepseek_attn.checkpoint.recipes import DRAW, ROWS, Recipe
 from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
@@ -28,6 +28,8 @@ from deepseek_attn.lab.training.forward import TrainedModel
 from deepseek_attn.lab.training.v41 import TrainedV41
 from deepseek_attn.models.block import BuildContext
 
+TrainableConfig = ModelConfig | DeepseekV41Config
+
 FP8_BLOCK = 128
 EMBED_STD, HEAD_STD, STREAM_STD = 0.3, 0.02, 0.02
 # Streams start as plain residuals: each sublayer reads mostly one of them, writes to all, and barely mixes them.
@@ -36,24 +38,33 @@ PICK, KEEP, MIX = 2.0, 3.0, 0.1
 OUTPUTS = ("wo_b.weight", "w2.weight")
 
 
+def check_trainable(config: AnyConfig) -> TrainableConfig:
+    """The config; ValueError for another family than V4 and V4.1, several MTP layers or a DSpark drafter."""
+    if not isinstance(config, ModelConfig | DeepseekV41Config):
+        raise ValueError(
+            f"cannot train a {config.model_type}: only DeepSeek-V4 and V4.1 have a differentiable path here"
+        )
+    if config.dspark is not None:
+        raise ValueError("DSpark drafters are not trained: use a config with dspark_block_size 0")
+    if len(config.mtp_layers) > 1:
+        raise ValueError(
+            f"num_nextn_predict_layers is {len(config.mtp_layers)}: only one MTP layer is trained, and it makes all "
+            "drafts; use config.replace(num_nextn_predict_layers=1)"
+        )
+    return config
+
+
 def build_model(
-    config: ModelConfig | DeepseekV41Config, source: CheckpointSource, device: torch.device, max_positions: int
+    config: TrainableConfig, source: CheckpointSource, device: torch.device, max_positions: int
 ) -> TrainedModel | TrainedV41:
     """The model in float32, loaded from any checkpoint; its float parameters require gradients.
 
     The router's bias does not: it steers the choice of experts only, and `balance` sets it.
 
     Raises:
-        ValueError: the config has several MTP layers or a DSpark drafter, or ``source`` does not fit, or lacks the MTP
-            layer.
+        ValueError: `check_trainable` refuses the config, or ``source`` does not fit, or lacks the MTP layer.
     """
-    if config.dspark is not None:
-        raise ValueError("DSpark drafters are not trained: use config.replace(dspark_block_size=0)")
-    if len(config.mtp_layers) > 1:
-        raise ValueError(
-            f"num_nextn_predict_layers is {len(config.mtp_layers)}: only one MTP layer is trained, and it makes all "
-            "drafts; use config.replace(num_nextn_predict_layers=1)"
-        )
+    check_trainable(config)
     numerics, impl = get_numerics("exact"), DeepseekV4ReferenceSparseImpl
     if isinstance(config, DeepseekV41Config):
         model = TrainedV41(BuildContext(config, numerics, torch.float32, device, impl, max_positions))
@@ -73,7 +84,7 @@ def build_model(
 class FreshSource(CheckpointSource):
     """Initial values: float32, drawn tensor by tensor from ``(seed, name)``."""
 
-    def __init__(self, config: ModelConfig | DeepseekV41Config, seed: int = 0):
+    def __init__(self, config: TrainableConfig, seed: int = 0):
         self.config, self.seed = config, seed
         self._recipes = dict(published_tensors(config))
 
