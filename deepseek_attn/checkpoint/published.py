@@ -32,7 +32,8 @@ class Style:
     """Format of the published checkpoints of a family.
 
     Attributes:
-        tensors: gives name and recipe of every tensor of a config, scales excepted.
+        tensors: gives name and recipe of every tensor of a config, scales excepted. ``config.layers`` may be some of
+            the model's layers: names follow from ``layer.index``, not from the place in the list.
         names: gives, for a config, the function from a tensor's name in a checkpoint to its name in the model.
         scale: replaces ``weight`` in the name of a scale; scale_dtype: its dtype in the header.
         expert_dtypes: formats of experts, the published one first.

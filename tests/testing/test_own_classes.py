@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from deepseek_attn.cache.record import OWN_RECORDS, Record, register_record
+from deepseek_attn.checkpoint import CanonicalSource, RandomSource, SafetensorsSource, write_checkpoint
 from deepseek_attn.checkpoint.published import STYLES, canonical_names
 from deepseek_attn.checkpoint.recipes import Recipe
 from deepseek_attn.checkpoint.recipes_v32 import published_tensors_v32
@@ -257,7 +258,8 @@ class GatedFamily(DeepseekV32Family):
 
 def gated_tensors(config):
     yield from published_tensors_v32(config)
-    for number in range(len(config.all_layers)):
+    for layer in config.all_layers:  # perhaps some of the model's
+        number = layer.index + layer.is_mtp * config.num_hidden_layers
         yield f"model.layers.{number}.self_attn.o_gate.weight", Recipe("quantized", (config.hidden_size,) * 2)
 
 
@@ -271,10 +273,12 @@ def test_a_family_with_tensors_and_names_of_its_own(package):
     register_family("gated", GatedConfig, GatedFamily)
     STYLES[GatedConfig] = replace(STYLES[DeepseekV32Config], tensors=gated_tensors, names=gated_names)
     base = ModelConfig.from_preset("tiny_v32").replace(num_hidden_layers=2, first_k_dense_replace=1)
+    checkpoint = package / "checkpoint"
     raw = base.to_dict() | {"model_type": "gated", "gate_scale": 0.0}
     config = ModelConfig.from_dict(raw)
     assert isinstance(config, GatedConfig)
     assert ModelConfig.from_dict(config.to_dict()) == config
+    write_checkpoint(RandomSource(config), config, checkpoint)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a tensor that no layer takes, an unknown key
         closed, expected = scores(config), scores(base)
@@ -283,6 +287,12 @@ def test_a_family_with_tensors_and_names_of_its_own(package):
     assert not any(torch.equal(a, b) for a, b in zip(opened, expected, strict=True))
     name = canonical_names(config)("model.layers.2.self_attn.o_gate.weight")  # the MTP layer's
     assert name == "mtp.0.attn.wg.weight"
+    assert main(["plan", "--model", str(checkpoint), "--gpu", "h200", "--json"]) == 0
+    assert main(["crop", "--model", str(checkpoint), "--layers", "1", "--out", str(package / "crop")]) == 0
+    cropped = CanonicalSource(SafetensorsSource(package / "crop"), canonical_names(config.replace(num_hidden_layers=1)))
+    assert {name for name in cropped.entries() if ".wg.weight" in name} == {
+        "layers.0.attn.wg.weight", "mtp.0.attn.wg.weight"
+    }  # fmt: skip
 
 
 def test_no_impl_runs():
