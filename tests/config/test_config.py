@@ -1,6 +1,7 @@
 """config.json in both spellings, presets, what presets hold and how configs change."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -237,9 +238,12 @@ def test_unknown_keys_are_dropped(tiny):
     assert "dspark_stages" not in config.to_dict()
 
 
-def test_preset_names():
-    small = ["small", "tiny", "tiny_gpu", "tiny_v32", "tiny_v41"]
-    assert preset_names() == [*small, "v32", "v41_flash", "v4_flash", "v4_pro"]
+def test_presets_are_the_files_of_configs_and_survive_a_round_trip():
+    names = preset_names()
+    assert names == sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.json"))
+    assert {"small", "tiny", "tiny_v32", "tiny_v41", "v4_flash"} <= {*names}
+    for config in map(ModelConfig.from_preset, names):
+        assert ModelConfig.from_dict(config.to_dict()) == config
 
 
 @pytest.mark.parametrize("name", ["small", "tiny", "tiny_gpu", "v4_flash", "v4_pro"])
