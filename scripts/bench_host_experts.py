@@ -151,13 +151,14 @@ class Bench:
 
     Attributes:
         rate: bytes per second of cudaMemcpy from pinned memory, once measured.
-        before_soak: results of a model whose soak has begun.
+        before_soak: results of a model whose soak has begun; calls: of `steps` so far.
     """
 
     def __init__(self, config: Any, device: torch.device, args: argparse.Namespace):
         self.config, self.device, self.args = config, device, args
         self.rate: float | None = None
         self.before_soak: dict[str, Any] = {}
+        self.calls = 0
 
     # --- copies ---
 
@@ -297,7 +298,8 @@ class Bench:
         """
         (layers, T, topk), E = ids.shape, len(rows.layers[0].state.row)
         totals = [layer.state.totals for layer in rows.layers[:layers]]
-        drawn, others = (self.routings(kind, layers, T, topk, E, order, 1) for order in (1, 2))
+        self.calls += 1  # the residents know the routings of earlier calls
+        drawn, others = (self.routings(kind, layers, T, topk, E, 2 * self.calls + i, 1) for i in (0, 1))
         if kind == "zipf" and self.device.type == "cuda" and not settled:
             self.settle(rows, layers, drawn)
         deadline, number = time.perf_counter() + self.args.seconds, 0
