@@ -39,9 +39,9 @@ def show_number(value: float | None) -> str:
     """Four digits are enough for people; None is a dash."""
     if value is None:
         return "-"
-    if value == int(value) and abs(value) < 1e5:
-        return str(int(value))
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return str(int(value)) if value == int(value) else f"{value:.4g}"
 
 
 class Cell(NamedTuple):
