@@ -154,51 +154,49 @@ def _launch_attend(
     widths, limits = [each.indices.shape[1] for each in keys], [each.limit for each in keys]
     layouts, head_blocks = [each.layout for each in keys], cdiv(H, tiles.heads)
     if kernel == "attend_rows_hopper_kernel":
-        attend_rows_hopper_kernel[(plan.programs,)](
-            *(queries, pools[0], outputs, H, T * head_blocks, widths[0], limits[0]),
-            DIM=dim,
-            **launch_options(tiles.warps),
-        )
+        rows = queries, pools[0], outputs, H, T * head_blocks, widths[0], limits[0]
+        attend_rows_hopper_kernel[(plan.programs,)](*rows, DIM=dim, **launch_options(tiles.warps))
         return
+    first, grid = layouts[0], (T * head_blocks, plan.splits)
+    options = launch_options(tiles.warps, plan.attend.pdl)
     if kernel == "attend_v32_hopper_kernel":
-        attend_v32_hopper_kernel[(T * head_blocks, plan.splits)](
-            *(queries, pools[0], outputs, H, widths[0], limits[0]),
-            SHAPE=HopperShape(layouts[0].nope, layouts[0].entries, 0, split),
-            **launch_options(tiles.warps, True),
-        )
+        shape = HopperShape(first.nope, first.entries, 0, split)
+        attend_v32_hopper_kernel[grid](queries, pools[0], outputs, H, widths[0], limits[0], SHAPE=shape, **options)
         return
     second, width, limit = (pools[1], widths[1], limits[1]) if len(keys) > 1 else (None, 0, 0)
     arguments = queries, pools[0], second, outputs, raw, H, widths[0], width, limits[0], limit
     if kernel == "attend_hopper_kernel":
-        entries = 0 if second is None else layouts[1].entries
-        attend_hopper_kernel[(T * head_blocks, plan.splits)](
-            *arguments,
-            SHAPE=HopperShape(layouts[0].nope, layouts[0].entries, entries, split, raw_shape),
-            **launch_options(tiles.warps, True),
-        )
+        shape = HopperShape(first.nope, first.entries, layouts[1].entries if second else 0, split, raw_shape)
+        attend_hopper_kernel[grid](*arguments, SHAPE=shape, **options)
         return
-    starts, piece_widths = pieces(layouts[0].nope, dim, tiles.piece)
-    shape = AttendShape(
+    shape = _portable_shape(plan, layouts, dim, d_v, raw_shape)
+    attend_kernel[(T, plan.splits, head_blocks)](*arguments, SHAPE=shape, num_stages=tiles.stages, **options)
+
+
+def _portable_shape(
+    plan: AttendPlan, layouts: Sequence[EntryLayout], dim: int, d_v: int, raw_shape: RawQShape | None
+) -> AttendShape:
+    """Constants of `attend_kernel`."""
+    tiles = plan.attend.config
+    starts, widths = pieces(layouts[0].nope, dim, tiles.piece)
+    return AttendShape(
         DIM=dim,
         D_V=d_v,
-        POOLS=len(keys),
+        POOLS=len(layouts),
         FIRST=layouts[0],
         SECOND=layouts[-1],
         STARTS=starts,
-        WIDTHS=piece_widths,
+        WIDTHS=widths,
         V_PIECES=sum(start < d_v for start in starts),
         DTYPE=TRITON_DTYPES[plan.dtype],
         PRECISION="tf32x3" if plan.dtype == torch.float32 else None,
         NATIVE_FP8=plan.attend.native_fp8,
-        SPLIT=split,
+        SPLIT=plan.combine is not None,
         RAW_Q=raw_shape,
         BLOCK_H=tiles.heads,
         BLOCK_N=tiles.keys,
         STAGES=tiles.stages,
         PDL=plan.attend.pdl,
-    )
-    attend_kernel[(T, plan.splits, head_blocks)](
-        *arguments, SHAPE=shape, num_stages=tiles.stages, **launch_options(tiles.warps, plan.attend.pdl)
     )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property, lru_cache, wraps
+from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -241,8 +241,8 @@ class Table(Generic[P]):
 
     @cached_property
     def plan(self) -> Callable[[P, GPU], KernelPlan]:
-        """The `planner` of an op that takes one row of this table, which gives the op its name."""
-        return planner(self.name)(self.take)
+        """The `Planner` of an op that takes one row of this table, which gives the op its name."""
+        return Planner(self.name, self.take)
 
     def take(self, problem: P, gpu: GPU) -> KernelPlan:
         """The plan of one launch, of the row that `choose` chooses."""
@@ -340,27 +340,26 @@ class Planned(NamedTuple):
 _recorded: ContextVar[list[Planned] | None] = ContextVar("recorded", default=None)
 
 
-def planner(op: str) -> Callable[[Callable[[P, GPU], PlanT]], Callable[[P, GPU], PlanT]]:
-    """Decorator of a ``plan(problem, gpu)``: remembers plans, and notes them in `recorded_plans`.
+class Planner(Generic[P, PlanT]):
+    """A ``plan(problem, gpu)`` that remembers plans, and notes them in `recorded_plans` under the name ``op``.
 
     A plan depends on its problem and the GPU alone, so equal problems share one.
     """
 
-    def decorate(plan: Callable[[P, GPU], PlanT]) -> Callable[[P, GPU], PlanT]:
-        cached = lru_cache(maxsize=4096)(plan)
+    def __init__(self, op: str, plan: Callable[[P, GPU], PlanT]):
+        self._op, self._plan, self._cached = op, plan, lru_cache(maxsize=4096)(plan)
 
-        @wraps(plan)
-        def planned(problem: P, gpu: GPU) -> PlanT:
-            anew = _forced.get() is not None or _consulted.get() is not None
-            made = plan(problem, gpu) if anew else cached(problem, gpu)
-            noted = _recorded.get()
-            if noted is not None:
-                noted.append(Planned(op, problem, made))
-            return made
+    def __call__(self, problem: P, gpu: GPU) -> PlanT:
+        anew = _forced.get() is not None or _consulted.get() is not None
+        made = (self._plan if anew else self._cached)(problem, gpu)
+        if (noted := _recorded.get()) is not None:
+            noted.append(Planned(self._op, problem, made))
+        return made
 
-        return planned
 
-    return decorate
+def planner(op: str) -> Callable[[Callable[[P, GPU], PlanT]], Planner[P, PlanT]]:
+    """Decorator: the `Planner` of a function."""
+    return lambda plan: Planner(op, plan)
 
 
 def recorded_plans() -> AbstractContextManager[list[Planned]]:

@@ -203,22 +203,15 @@ def paged_index_scores(
     if not out.numel() or not table.numel():
         return out
     plan, rows, shape = _score_launch(SCORES.plan, queries, keys, key_format, width, out)
-    kernel, config = plan.choice.kernel, plan.config
+    config, grid = plan.config, (cdiv(T, plan.config.tokens), plan.config.splits)
     arguments = rows, table, keys.token_to_req, num_visible, T, width, skip, table.stride(0)
-    grid = cdiv(T, config.tokens), config.splits
-    if kernel == "index_scores_hopper_kernel":
+    if plan.kernel == "index_scores_hopper_kernel":
         index_scores_hopper_kernel[grid](*arguments, PAGE=keys.entries, **launch_options(config.warps))
-    elif kernel == "index_scores_decode_hopper_kernel":
-        index_scores_decode_hopper_kernel[grid](
-            *arguments,
-            PAGE=keys.entries,
-            TOKENS=config.tokens,
-            FP4=key_format == "fp4",
-            **launch_options(config.warps, True),
-        )
+    elif plan.kernel == "index_scores_decode_hopper_kernel":
+        constants = {"PAGE": keys.entries, "TOKENS": config.tokens, "FP4": key_format == "fp4"}
+        index_scores_decode_hopper_kernel[grid](*arguments, **constants, **launch_options(config.warps, True))
     else:
-        stages = config.stages
-        index_scores_kernel[grid](*arguments, SHAPE=shape, num_stages=stages, **plan.options)
+        index_scores_kernel[grid](*arguments, SHAPE=shape, num_stages=config.stages, **plan.options)
     return out
 
 
