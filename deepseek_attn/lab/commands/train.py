@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -141,8 +142,8 @@ def mtp_options(args: argparse.Namespace, config: AnyConfig) -> dict[str, Any]:
     return given
 
 
-def rounded(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    return [(step, round(loss, 4)) for step, loss in losses]
+def rounded(losses: Sequence[tuple[int, *tuple[float, ...]]]) -> list[tuple[int, float]]:
+    return [(step, round(loss, 4)) for step, loss, *_ in losses]
 
 
 def show_step(bar: tqdm, steps: int, step: int, loss: float) -> None:
