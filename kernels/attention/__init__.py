@@ -99,7 +99,7 @@ def attend_raw_q(
     pow2_scales: bool = True,
     q: Tensor | None = None,
 ) -> QuantizedRows:
-    """Attention of heads as they were projected, as the grouped output projection reads it: in one launch or two.
+    """Attention from projected heads to the quantised input of the grouped output projection, in one launch or two.
 
     The results of `query_norm_rope`, `sparse_attention_paged`, the inverse RoPE of its output at the same positions and
     `quantize_input`, each rounded to the dtype of ``raw_q.q``; `grouped_linear` multiplies them.

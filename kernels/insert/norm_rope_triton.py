@@ -133,7 +133,7 @@ def store_row(row_ptr, y, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def insert_key(t, key, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Norm, rotation and cache write of row ``t``; ``key`` are `KeyArguments`, of a `KeyShape`."""
+    """Norm, rotation and cache write of row ``t``; the arguments are `KeyArguments` and `KeyShape`."""
     D: tl.constexpr = SHAPE.D
     ROPE: tl.constexpr = SHAPE.ROPE
     BLOCK: tl.constexpr = SHAPE.BLOCK
@@ -178,7 +178,7 @@ def norm_query_latent(t, query, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def norm_heads(t, block, rows, SHAPE: tl.constexpr):
-    """Norm and rotation of one block of heads of token ``t``; ``rows`` are `HeadArguments`, of a `HeadShape`."""
+    """Norm and rotation of one block of heads of token ``t``; the arguments are `HeadArguments` and `HeadShape`."""
     D: tl.constexpr = SHAPE.D
     ROPE: tl.constexpr = SHAPE.ROPE
     BLOCK: tl.constexpr = SHAPE.BLOCK

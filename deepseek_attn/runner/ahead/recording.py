@@ -142,7 +142,7 @@ def compute_keys(functions: Iterable[JITCallable]) -> None:
 
 @contextmanager
 def compiling_by(submit: Submit) -> Iterator[None]:
-    """In this context of this thread Triton has kernels compiled by ``submit``."""
+    """Context in which Triton hands the kernels that this thread compiles to ``submit``."""
     mode: Any = SimpleNamespace(submit=lambda *args: submit(*args[:3]))  # the only method that Triton calls
     token = active_mode.set(mode)
     try:
