@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from deepseek_attn.kernels.common.context import holding
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of activations."""
@@ -42,17 +43,12 @@ class GPU(NamedTuple):
 _meta_gpu: ContextVar[GPU | None] = ContextVar("meta_gpu", default=None)
 
 
-@contextmanager
-def meta_stands_for(target: GPU) -> Iterator[None]:
+def meta_stands_for(target: GPU) -> AbstractContextManager[GPU]:
     """In this context tensors on the device "meta", which have no memory, are treated as if they were on a GPU.
 
     Ops then choose the kernels and configurations that they would launch there; `recorded_launches` records them.
     """
-    token = _meta_gpu.set(target)
-    try:
-        yield
-    finally:
-        _meta_gpu.reset(token)
+    return holding(_meta_gpu, target)
 
 
 def launches_nothing(tensor: Tensor) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepseek_attn.kernels.common.context import holding
 from deepseek_attn.kernels.common.device import compute_capability, on_gpu
 
 MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
@@ -37,17 +37,12 @@ class LazyModule:
         return getattr(import_module(self._name), name)
 
 
-@contextmanager
-def reference_ops(enabled: bool = True) -> Iterator[None]:
+def reference_ops(enabled: bool = True) -> AbstractContextManager[bool]:
     """Runs every op called in this context by its torch reference, on a GPU too (``backend="reference"``, training).
 
     Scoped to the thread or task that enters it, as ``torch.nn.attention.sdpa_kernel`` is: other runners keep theirs.
     """
-    token = _reference_only.set(_reference_only.get() or enabled)
-    try:
-        yield
-    finally:
-        _reference_only.reset(token)
+    return holding(_reference_only, _reference_only.get() or enabled)
 
 
 @cache

@@ -7,12 +7,14 @@ torch, a float32 product) are called on tiles of one shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+
+from deepseek_attn.kernels.common.context import holding
 
 MANY_ROWS = 1 << 20  # rows that launches are configured for; no table of configurations distinguishes more
 ROW_TILE = 64  # rows of a tile that a library computes
@@ -20,18 +22,13 @@ ROW_TILE = 64  # rows of a tile that a library computes
 _batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 
 
-@contextmanager
-def batch_invariant_ops(enabled: bool = True) -> Iterator[None]:
+def batch_invariant_ops(enabled: bool = True) -> AbstractContextManager[bool]:
     """Ops called in this context are batch invariant, or not (``enabled``), also when a CUDA graph is captured.
 
     Scoped to the thread or task that enters it, like `dispatch.reference_ops`: other runners keep their setting. It
     applies to ops in Triton and to `in_row_tiles`; other references still round by the number of rows.
     """
-    token = _batch_invariant.set(enabled)
-    try:
-        yield
-    finally:
-        _batch_invariant.reset(token)
+    return holding(_batch_invariant, enabled)
 
 
 def batch_invariant() -> bool:

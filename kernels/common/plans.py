@@ -16,14 +16,15 @@ Imports no Triton: plans can be made on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
+from deepseek_attn.kernels.common.context import holding
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import MANY_ROWS
 
@@ -294,23 +295,13 @@ class Forced(NamedTuple):
 _forced: ContextVar[Forced | None] = ContextVar("forced", default=None)
 
 
-@contextmanager
-def _holding(variable: ContextVar, value: T) -> Iterator[T]:
-    """Context in which a context variable has this value."""
-    token = variable.set(value)
-    try:
-        yield value
-    finally:
-        variable.reset(token)
-
-
 def forced_row(table: Table[P], row: Row[P], problem: P | None = None) -> AbstractContextManager[Forced]:
     """Context in which a table chooses ``row`` if its kernel supports the problem (``bench tune``, tests).
 
     Args:
         problem: choose the row for this problem alone; None: for every problem.
     """
-    return _holding(_forced, Forced(table, row, problem))
+    return holding(_forced, Forced(table, row, problem))
 
 
 class Consulted(NamedTuple):
@@ -326,7 +317,7 @@ _consulted: ContextVar[list[Consulted] | None] = ContextVar("consulted", default
 
 def recorded_choices() -> AbstractContextManager[list[Consulted]]:
     """Lists the choices of all tables in this context, in order; plans are made anew for it."""
-    return _holding(_consulted, [])
+    return holding(_consulted, [])
 
 
 class Planned(NamedTuple):
@@ -364,12 +355,12 @@ def planner(op: str) -> Callable[[Callable[[P, GPU], PlanT]], Planner[P, PlanT]]
 
 def recorded_plans() -> AbstractContextManager[list[Planned]]:
     """Lists the plans that ops make in this context, in order."""
-    return _holding(_recorded, [])
+    return holding(_recorded, [])
 
 
 def unlisted_plans() -> AbstractContextManager[None]:
     """Plans made in this context are not in `recorded_plans`: the kernel of another op computes their part."""
-    return _holding(_recorded, None)
+    return holding(_recorded, None)
 
 
 def choices_of(plan: Any) -> list[Choice]:
