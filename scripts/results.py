@@ -25,7 +25,7 @@ typed by hand. [method.md](method.md) says how each is measured, [notebook.md](n
 each result, earlier versions and what was tried. An empty cell was not measured. "x floor": the time over the
 [floor](method.md#floors). A ratio below 1: this library is faster.
 """
-NO_COMMAND = "a program with both libraries in one process, which the data file describes"
+NO_COMMAND = "a program with both libraries in one process, which the data files describe"
 MODELS = {"flash": "V4-Flash", "pro": "V4-Pro", "v4_flash": "V4-Flash", "v4_pro": "V4-Pro", "v32": "V3.2",
           "v41_flash": "V4.1-Flash"}  # fmt: skip
 KINDS = {"swa": "SWA", "c4a": "C4A", "c128a": "C128A"}
@@ -121,21 +121,23 @@ def attention_decode(data: Data) -> Subject:
 
 def attention_prefill(data: Data) -> Subject:
     h200, h100 = data("h200_beside_vllm.json")["layers"], data("h100_beside_vllm.json")["layers"]
+    newer = data("h200_beside_vllm33.json")["layers"]
     points = [(4096, 8192), (8192, 8192), (4096, 131072), (8192, 131072)]
     names = [f"{tokens} : {size(context)}" for tokens, context in points]
-    rows = [["model", "kind", *(f"H200, {n}" for n in names), *(f"H100, {n}" for n in names)]]
+    cards = "H200", "H100", "H200, vLLM 0.33"
+    rows = [["model", "kind", *(f"{card}, {n}" for card in cards for n in names)]]
     for model, kind in [(m, k) for m in ("flash", "pro") for k in KINDS if (m, k) != ("pro", "swa")]:
         wanted = {"phase": "prefill", "model": model, "kind": kind}
         cells = [
             beside(find(card, **wanted, tokens=tokens, context=context), "ours_us", "vllm_us", 1000, 2)
-            for card in (h200, h100)
+            for card in (h200, h100, newer)
             for tokens, context in points
         ]
         rows.append([MODELS[model], KINDS[kind], *cells])
     return Subject(
         "Attention layers beside vLLM, prefill",
-        "Milliseconds, ours / vLLM 0.26 (ratio); tokens computed : length after them.",
-        ["h200_beside_vllm.json", "h100_beside_vllm.json"],
+        "Milliseconds, ours / vLLM 0.26 or 0.33 (ratio); tokens computed : length after them.",
+        ["h200_beside_vllm.json", "h100_beside_vllm.json", "h200_beside_vllm33.json"],
         NO_COMMAND,
         rows,
     )
