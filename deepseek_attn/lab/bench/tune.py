@@ -93,16 +93,21 @@ class TableTiming:
         return asdict(self)
 
 
-def tables_of(family: str) -> list[Table]:
-    """The tables of a family's ``plan.py``.
+def tables_of(name: str) -> list[Table]:
+    """The tables of a family's ``plan.py``, or the table of this name, for instance ``moe.combine``.
 
     Raises:
-        ValueError: a family without tables.
+        ValueError: a family without tables, or no such table.
     """
+    family, _, table = name.partition(".")
     if family not in FAMILIES:
         raise ValueError(f"no family of kernels {family!r}: choose from {', '.join(FAMILIES)}")
     module = "float32_product_plan" if family == "common" else "plan"
-    return tables_in(import_module(f"deepseek_attn.kernels.{family}.{module}"))
+    tables = tables_in(import_module(f"deepseek_attn.kernels.{family}.{module}"))
+    chosen = [one for one in tables if not table or one.name == name]
+    if not chosen:
+        raise ValueError(f"no table {name!r}: choose from {', '.join(one.name for one in tables)}")
+    return chosen
 
 
 def rivals(consulted: Consulted, gpu: GPU, nearest: int | None = None) -> list[Row]:
@@ -128,7 +133,8 @@ def time_tables(
 ) -> Iterator[TableTiming]:
     """Times the rows of ``tables`` that can serve the problems of steps, each problem in the first step that has it.
 
-    The launches of all steps are recorded before the first is timed, so that their kernels compile in parallel.
+    The launches of all stages of a step are recorded before the first is timed, so that their kernels compile in
+    parallel.
 
     Args:
         sizes: of the steps: sequences, new tokens of each sequence, and its length after the step.
@@ -137,16 +143,13 @@ def time_tables(
     Raises:
         ValueError: sizes that the runner was not made for.
     """
-    here, seen, sizes = gpu(runner.device), set(), list(dict.fromkeys(sizes))
-    found: dict[Any, RecordedRows] = {}
-    for size in sizes:
+    here, seen = gpu(runner.device), set()
+    for size in dict.fromkeys(sizes):
         with _stages(runner, *size) as stages:
-            found |= {(size, stage): recorded_rows(calls, tables, here, nearest, seen) for stage, calls in stages}
-    compile_missing(variants for recorded in found.values() for _, rows in recorded.values() for _, variants in rows)
-    for size in sizes:
-        with _stages(runner, *size) as stages:
-            for stage, calls in stages:
-                for (name, problem), (lookups, rows) in sorted(found[size, stage].items(), key=lambda item: item[0][0]):
+            found = [(stage, calls, recorded_rows(calls, tables, here, nearest, seen)) for stage, calls in stages]
+            compile_missing(variants for *_, stage in found for _, rows in stage.values() for _, variants in rows)
+            for stage, calls, recorded in found:
+                for (name, problem), (lookups, rows) in sorted(recorded.items(), key=lambda item: item[0][0]):
                     compiled = [row for row, variants in rows if all(variant.is_cached() for variant in variants)]
                     if compiled:
                         taken, *others = _time_rows(calls, lookups[0], compiled, repeats)

@@ -75,7 +75,9 @@ def add_tune_parser(what: argparse._SubParsersAction) -> None:
         "tune",
         help="the rows of kernels' launch tables side by side on this GPU, in steps of a model: data for plan.py",
     )
-    tune.add_argument("family", metavar="FAMILY", help="families of kernels, for instance linear,moe; or all")
+    tune.add_argument(
+        "family", metavar="FAMILY", help="families of kernels, or tables of them: linear,moe.combine; or all"
+    )
     tune.add_argument(
         "--model",
         default="v4_flash",

@@ -131,11 +131,14 @@ def test_a_problem_is_timed_in_the_first_step_that_has_it(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_tables(family):
     assert tables_of(family)
+    assert [table.name for table in tables_of(f"{family}.{tables_of(family)[-1].name.partition('.')[2]}")]
 
 
 def test_wrong_names_and_a_machine_without_a_gpu(capsys, device):
     assert main(["bench", "tune", "no_family"]) == 2
     assert "choose from attention, common, engram" in capsys.readouterr().err
+    assert main(["bench", "tune", "moe.no_table"]) == 2
+    assert "choose from moe.products, moe.grouping" in capsys.readouterr().err
     assert main(["bench", "tune", "norm", "--out", "/no/such/folder/file.json"]) == 2
     assert "--out" in capsys.readouterr().err
     if device.type == "cpu":
