@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ from deepseek_attn.cli import make_parser
 from deepseek_attn.cli.options import BOUNDS, integer, memory_size, numbers
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.utils.version import __version__
+from tests.house.sources import ROOT, tree
 from tests.house.test_imports import FLOORS
 from tests.house.test_plans import TABLES, device_functions
 from tests.support.typed import required
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 IDS = [page.name for page in PAGES]
 
@@ -34,13 +35,18 @@ def commands(text: str, start: str) -> list[list[str]]:
     return [shlex.split(line.split(" #")[0]) for line in lines + inline]
 
 
+@cache
+def whole_parser() -> argparse.ArgumentParser:
+    return make_parser()
+
+
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     return next((a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
 
 
 def check_flags(words: list[str]) -> str:
     """What is wrong with a command of ``deepseek-attn``, without its values."""
-    parser, words = make_parser(), words[1:]
+    parser, words = whole_parser(), words[1:]
     while words and subparsers(parser):
         names = words.pop(0).split("|")  # bench op|layer|model|engine
         unknown = [name for name in names if name not in subparsers(parser)]
@@ -85,17 +91,17 @@ def all_flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 def test_every_number_has_bounds():
     """A flag of a number is one of `BOUNDS`, so that no command computes with a size of 0 or with NaN."""
     numeric = (int, float, integer, numbers, memory_size)
-    flags = {name.split()[-1] for name, action in all_flags(make_parser()).items() if action.type in numeric}
+    flags = {name.split()[-1] for name, action in all_flags(whole_parser()).items() if action.type in numeric}
     assert len(flags) > 40
     assert flags - set(BOUNDS) == set()
-    places = {name.split()[-1]: action.dest for name, action in all_flags(make_parser()).items()}
+    places = {name.split()[-1]: action.dest for name, action in all_flags(whole_parser()).items()}
     assert all(place == flag[2:].replace("-", "_") for flag, place in places.items() if flag in BOUNDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_scripts(page):
     """Flags of scripts are looked for in their text, and if a script has those of ``generate``, among these."""
-    shared = subparsers(make_parser())["generate"]._option_string_actions
+    shared = subparsers(whole_parser())["generate"]._option_string_actions
     text = page.read_text(encoding="utf-8")
     for words in commands(text, "python scripts/") + commands(text, "torchrun .*scripts/"):
         place = next(i for i, word in enumerate(words) if word.startswith("scripts/"))
@@ -204,7 +210,7 @@ def test_the_table_of_ops_names_all_kernels_and_launch_tables(monkeypatch):
 def defined(file: Path) -> set[str]:
     """Functions, classes and their methods: ``f``, ``C``, ``C.f``."""
     found = set()
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for node in tree(file).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
             found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}

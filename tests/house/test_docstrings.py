@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.house.sources import ROOT, nodes, text
+
 FOLDERS = [ROOT / name for name in ("deepseek_attn", "kernels", "models", "scripts")]
 NAME = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PATH = re.compile(r"(?<![\w./])((?:[a-z_0-9]+/)+[a-z_0-9]*\.(?:py|md|json|jinja|svg|ipynb))\b")
@@ -24,48 +25,55 @@ def files() -> list[Path]:
     return [file for folder in FOLDERS for file in sorted(folder.rglob("*.py"))]
 
 
-@cache
-def nodes(source: str) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(source)))
+# nodes that hold names, and their fields
+NAMED = {
+    kind: names
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+    if (names := [name for name in kind._fields if name in ("id", "attr", "arg", "name", "module")])
+}
 
 
-def identifiers(source: str) -> set[str]:
+def identifiers(file: Path) -> set[str]:
     """Every name that a source defines or uses."""
-    found = set()
-    for node in nodes(source):
-        for field in ("id", "attr", "arg", "name", "module"):
-            value = getattr(node, field, None)
-            if isinstance(value, str):
-                found |= set(value.split("."))
-    return found
+    found = {
+        value
+        for node in nodes(file)
+        if type(node) in NAMED
+        for name in NAMED[type(node)]
+        if isinstance(value := getattr(node, name), str)
+    }
+    return {part for name in found for part in name.split(".")}
 
 
 @cache
 def known() -> set[str]:
     found = {part for file in files() for part in (*file.relative_to(ROOT).parts, file.stem)}
     for file in files():
-        found |= identifiers(file.read_text(encoding="utf-8"))
+        found |= identifiers(file)
     return found
 
 
-def prose(source: str) -> Iterator[tuple[int, str]]:
+def prose(file: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of each docstring and comment."""
-    for node in nodes(source):
+    for node in nodes(file):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text is not None:
-                yield node.body[0].lineno, text
-    lines = iter(source.splitlines(keepends=True))
+            docstring = ast.get_docstring(node)
+            if docstring is not None:
+                yield node.body[0].lineno, docstring
+    if not re.search("#.*[`/]", text(file)):
+        return  # no comment that names anything
+    lines = iter(text(file).splitlines(keepends=True))
     for token in tokenize.generate_tokens(lambda: next(lines, "")):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
 
 
-def mistakes(text: str, folder: Path) -> list[str]:
+def mistakes(words: str, folder: Path) -> list[str]:
     """Names in single backticks that no source has, and paths of files that do not exist."""
-    names = [name for name in NAME.findall(text) if not set(re.sub(r"\(.*", "", name).split(".")) <= known()]
+    names = [name for name in NAME.findall(words) if not set(re.sub(r"\(.*", "", name).split(".")) <= known()]
     bases = (ROOT, ROOT / "deepseek_attn", ROOT / "docs" / "data", folder, folder.parent)
-    paths = [path for path in PATH.findall(text) if not path.startswith(ELSEWHERE)]
+    paths = [path for path in PATH.findall(words) if not path.startswith(ELSEWHERE)]
     return names + [path for path in paths if not any((base / path).exists() for base in bases)]
 
 
@@ -76,12 +84,12 @@ def test_names_and_paths_exist(folder):
     wrong = [
         f"{file.relative_to(ROOT)}:{line}: {mistake}"
         for file in found
-        for line, text in prose(file.read_text(encoding="utf-8"))
-        for mistake in mistakes(text, file.parent)
+        for line, words in prose(file)
+        for mistake in mistakes(words, file.parent)
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_mistakes_are_found():
-    text = "See `ModelRunner.step`, `ModelRunner.stepp`, ``kernels/linear/plan.py`` and ``kernels/ops/plan.py``."
-    assert mistakes(text, ROOT) == ["ModelRunner.stepp", "kernels/ops/plan.py"]
+    words = "See `ModelRunner.step`, `ModelRunner.stepp`, ``kernels/linear/plan.py`` and ``kernels/ops/plan.py``."
+    assert mistakes(words, ROOT) == ["ModelRunner.stepp", "kernels/ops/plan.py"]

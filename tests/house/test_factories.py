@@ -1,24 +1,25 @@
 """Tensors are made with a dtype and a device of their own, whatever a caller's defaults are."""
 
 import ast
-from pathlib import Path
+from collections.abc import Iterable
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.house.sources import ROOT, nodes
+
 INFERRED = {"empty", "zeros", "ones", "full", "tensor", "as_tensor", "asarray", "scalar_tensor", "eye", "linspace"}
 INFERRED |= {"logspace", "rand", "randn", "normal", "empty_strided", "empty_permuted"}
 INTEGERS = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}  # int64 whatever the default dtype
 
 
-def missing(source: str) -> list[str]:
-    """Factory calls of torch in ``source`` that leave their dtype or device to the process."""
+def missing(nodes: Iterable[ast.AST]) -> list[str]:
+    """Factory calls of torch that leave their dtype or device to the process."""
     found = []
-    for call in ast.walk(ast.parse(source)):
+    for call in nodes:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             continue
         name = call.func.attr
-        if ast.unparse(call.func.value) != "torch" or name not in INFERRED | INTEGERS:
+        if name not in INFERRED | INTEGERS or ast.unparse(call.func.value) != "torch":
             continue
         # an arange of floats has the default dtype
         floats = name == "arange" and any(
@@ -35,14 +36,16 @@ def test_every_factory_call_names_its_dtype_and_device():
     # benchmarks and README's example are processes of their own
     files = [path for path in files if "bench" not in path.relative_to(ROOT).parts and path.name != "__main__.py"]
     assert len(files) > 200
-    assert not [f"{path.relative_to(ROOT)}:{line}" for path in files for line in missing(path.read_text())]
+    assert not [f"{path.relative_to(ROOT)}:{line}" for path in files for line in missing(nodes(path))]
 
 
 @pytest.mark.parametrize(
     "call", ["torch.zeros(3, dtype=d)", "torch.zeros(3, device=d)", "torch.arange(3)", "torch.arange(0., 3, device=d)"]
 )
 def test_a_call_without_them_is_found(call):
-    assert missing(f"x = [{call}]")
-    assert not missing(
-        "torch.full((2,), 1.0, dtype=d, device=d), torch.arange(n, device=d), x.new_zeros(3), torch.zeros_like(x)"
-    )
+    assert missing(ast.walk(ast.parse(f"x = [{call}]")))
+
+
+def test_a_call_with_them_is_not():
+    calls = "torch.full((2,), 1.0, dtype=d, device=d), torch.arange(n, device=d), x.new_zeros(3), torch.zeros_like(x)"
+    assert not missing(ast.walk(ast.parse(calls)))

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import deepseek_attn
+from tests.house.sources import ROOT, nodes, text, tree
 from tests.support.typed import required
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = {"deepseek_attn": "deepseek_attn", "kernels": "deepseek_attn.kernels", "models": "deepseek_attn.models"}
 
 # Rooms by floor, from the ground up. A file imports from its own room, from rooms of floors below, and from rooms that
@@ -65,14 +65,15 @@ def module_files() -> Iterator[tuple[str, Path]]:
 MODULES = dict(module_files())
 
 
-def imported(tree: ast.AST, package: list[str], modules: Iterable[str]) -> Iterator[str]:
+def imported(nodes: Iterable[ast.AST], package: list[str], modules: Iterable[str]) -> Iterator[str]:
     """Every name that a file imports anywhere: at the top, in functions, for type checking.
 
     Args:
+        nodes: all nodes of the file.
         package: parts of the package that relative imports start from.
         modules: names that are modules, for ``from package import module``.
     """
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -83,9 +84,12 @@ def imported(tree: ast.AST, package: list[str], modules: Iterable[str]) -> Itera
                 yield full if full in modules else name
 
 
-@cache
 def syntax(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    return tree(MODULES[module])
+
+
+def nodes_of(module: str) -> tuple[ast.AST, ...]:
+    return nodes(MODULES[module])
 
 
 def package_of(module: str) -> list[str]:
@@ -96,7 +100,7 @@ def package_of(module: str) -> list[str]:
 @cache
 def imports() -> Graph:
     """Names that each module imports."""
-    return {module: set(imported(syntax(module), package_of(module), MODULES)) for module in MODULES}
+    return {module: set(imported(nodes_of(module), package_of(module), MODULES)) for module in MODULES}
 
 
 @cache
@@ -227,7 +231,7 @@ def test_only_commands_print():
         if room(module) != "__init__"  # whose docstring shows an example
         and module != "deepseek_attn.cli.terminal"
         and not module.endswith(".__main__")
-        if re.search(r"(?<![\w.])(print|tqdm\.write)\(", MODULES[module].read_text(encoding="utf-8"))
+        if re.search(r"(?<![\w.])(print|tqdm\.write)\(", text(MODULES[module]))
     ]
     assert not printing
 
@@ -315,7 +319,9 @@ def test_a_circle_is_found():
 )
 def test_every_spelling_of_an_import_is_seen(source):
     package = ["deepseek_attn", "config"]
-    assert list(imported(ast.parse(source), package, {"deepseek_attn.cache.pool"})) == ["deepseek_attn.cache.pool"]
+    assert list(imported(ast.walk(ast.parse(source)), package, {"deepseek_attn.cache.pool"})) == [
+        "deepseek_attn.cache.pool"
+    ]
 
 
 # packages
@@ -324,9 +330,9 @@ def test_every_spelling_of_an_import_is_seen(source):
 @pytest.mark.parametrize("package", ["kernels", "models"])
 def test_package_files_hold_a_docstring_only(package):
     """transformers imports any package called ``kernels`` that it finds: importing ours must do nothing."""
-    tree = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))
-    assert ast.get_docstring(tree)
-    assert len(tree.body) == 1
+    source = tree(ROOT / package / "__init__.py")
+    assert ast.get_docstring(source)
+    assert len(source.body) == 1
 
 
 def executed(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -341,12 +347,10 @@ def executed(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 def imported_with(module: str) -> set[str]:
     """What importing a module imports next: the packages that it lies in, and what its own statements say."""
-    source = ast.Module(
-        [node for node in executed(syntax(module).body) if isinstance(node, ast.Import | ast.ImportFrom)], []
-    )
+    found = [node for node in executed(syntax(module).body) if isinstance(node, ast.Import | ast.ImportFrom)]
     parts = module.split(".")
     parents = {".".join(parts[:n]) for n in range(1, len(parts))}
-    return parents | set(imported(source, package_of(module), MODULES))
+    return parents | set(imported(found, package_of(module), MODULES))
 
 
 @cache

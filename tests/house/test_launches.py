@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from deepseek_attn.kernels.common.plans import Choice, KernelPlan, LaunchBlock, launch_options, pdl_options
-from tests.house.test_imports import MODULES, syntax
+from tests.house.test_imports import MODULES, nodes_of
 
 OPTIONS = re.compile(r"\b(launch_options|pdl_options|options)\b")
 
 
-def launches(tree: ast.AST) -> Iterator[ast.Call]:
+def launches(nodes: Iterable[ast.AST]) -> Iterator[ast.Call]:
     """Calls ``kernel[grid](...)``."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
             kernel = node.func.value
             name = kernel.attr if isinstance(kernel, ast.Attribute) else getattr(kernel, "id", "")
@@ -39,7 +39,7 @@ def test_options_state_fusion():
 
 
 def test_every_launch_takes_options():
-    found = {module: list(launches(syntax(module))) for module in MODULES}
+    found = {module: list(launches(nodes_of(module))) for module in MODULES}
     assert sum(map(len, found.values())) > 40
     silent = [f"{m}:{launch.lineno}" for m, calls in found.items() for launch in calls if not takes_options(launch)]
     assert not silent, "pass **launch_options(warps, pdl) or **plan.options to these launches"
@@ -51,13 +51,13 @@ def test_every_kernel_has_such_a_name():
         f"{module}:{node.lineno}"
         for module in MODULES
         if module.startswith("deepseek_attn.kernels.") and not module.endswith(".reference")
-        for node in ast.walk(syntax(module))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and node not in list(launches(node))
+        for node in nodes_of(module)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and not list(launches([node]))
     ]
     assert not grids
 
 
 def test_a_launch_without_options_is_found():
     source = "f.a_kernel[(1,)](x, num_warps=4)\nb_kernel[grid](x, **plan.options)\ntable[name](x)"
-    found = list(launches(ast.parse(source)))
+    found = list(launches(ast.walk(ast.parse(source))))
     assert [takes_options(launch) for launch in sorted(found, key=lambda launch: launch.lineno)] == [False, True]

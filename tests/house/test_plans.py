@@ -25,7 +25,7 @@ from deepseek_attn.kernels.common.plans import (
     recorded_plans,
     tables_in,
 )
-from tests.house.test_imports import MODULES, syntax
+from tests.house.test_imports import MODULES, nodes_of
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels"
@@ -45,7 +45,7 @@ def device_functions() -> dict[str, ast.FunctionDef]:
     found = {}
     for module in MODULES:
         if module.startswith("deepseek_attn.kernels."):
-            for node in ast.walk(syntax(module)):
+            for node in nodes_of(module):
                 if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and is_compiled(node):
                     found[node.name] = node
     return found
