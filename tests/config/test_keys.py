@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -22,7 +24,6 @@ from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 from tests.support.config_cases import CSA, HCA, as_transformers, raw_preset
 from tests.support.small_models import assert_close, prompt, small_runner
-from tests.support.tiers import EXHAUSTIVE
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 V4_SIZES = {
@@ -158,8 +159,12 @@ def added_again(base: str, path: str, value: Any) -> bool:
     return base != "published_v4" and path in ADDED and path not in leaves(BASES[base]) and path.count(".") < 2
 
 
-def cases() -> list:
-    found = []
+Case = tuple[str, str, Any]  # of a base, a key and a value
+
+
+@cache
+def cases() -> list[Case]:
+    found: list[Case] = []
     for name, raw in BASES.items():
         keys = leaves(raw)
         for path in keys:
@@ -173,14 +178,13 @@ def cases() -> list:
         nested = "main" in raw.get("rope_parameters", {})
         added = {path: value for path, value in ADDED.items() if nested or path.count(".") < 2}
         found += [(name, path, value) for path, value in added.items() if path not in keys]
-    return [
-        pytest.param(
-            *case,
-            id=f"{case[0]}-{case[1]}-{'gone' if case[2] is GONE else case[2]}",
-            marks=EXHAUSTIVE if case[0] in AS_OTHERS or case[2] is GONE or repeats(*case) or added_again(*case) else (),
-        )
-        for case in found
-    ]
+    return found
+
+
+def once(cases: Iterable[Case]) -> list[Case]:
+    """Cases of which no other one shows the same."""
+    others = (lambda case: case[0] in AS_OTHERS or case[2] is GONE), (lambda case: repeats(*case) or added_again(*case))
+    return [case for case in cases if not any(shown(case) for shown in others)]
 
 
 @cache
@@ -206,29 +210,65 @@ def theirs(raw: dict[str, Any], config: AnyConfig, source: RandomSource, tokens:
         return model(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-@pytest.mark.parametrize(("base", "path", "value"), cases())
-def test_each_key_is_refused_or_has_transformers_meaning(base, path, value):
-    raw = with_key(BASES[base], path, value)
+def read_here(base: str, path: str, value: Any) -> AnyConfig | None:
+    """The config with this value of a key; None if it is refused."""
     unused = any(fnmatchcase(path, pattern) for pattern in UNUSED)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            config = ModelConfig.from_dict(raw)
+            config = ModelConfig.from_dict(with_key(BASES[base], path, value))
     except ValueError as error:
         assert str(error).startswith("invalid config (dict)")  # noqa: PT017
         assert not unused
-        return
+        return None
     for warning in caught:
         assert f"unknown keys are not read: {path.split('.')[0]}" in str(warning.message)
     if unused:
         assert config == ModelConfig.from_dict(BASES[base])
+    return config
+
+
+def assert_transformers_logits(raw: dict[str, Any], config: AnyConfig) -> None:
     source, tokens, logits = ours(config)
     assert_close(logits, theirs(raw, config, source, tokens))
 
 
+def named(case: Case) -> str:
+    return f"{case[0]}-{case[1]}-{'gone' if case[2] is GONE else case[2]}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("base", "path", "value"), [pytest.param(*case, id=named(case)) for case in cases()])
+def test_each_key_is_refused_or_has_transformers_meaning(base, path, value):
+    config = read_here(base, path, value)
+    if config is not None:
+        assert_transformers_logits(with_key(BASES[base], path, value), config)
+
+
+@pytest.mark.filterwarnings("ignore:.*unknown keys are not read")
+@pytest.mark.parametrize("base", [base for base in BASES if base not in AS_OTHERS])
+def test_keys_are_refused_or_have_transformers_meaning_together(base):
+    """As many keys at once as a config may have, each with the value that it has alone in the test above."""
+    groups: list[tuple[dict[str, Any], AnyConfig]] = []
+    for _, path, value in once(case for case in cases() if case[0] == base):
+        if read_here(base, path, value) is None:
+            continue
+        for number, (raw, _) in enumerate(groups):
+            with suppress(ValueError):
+                changed = with_key(raw, path, value)
+                groups[number] = changed, ModelConfig.from_dict(changed)
+                break
+        else:
+            changed = with_key(BASES[base], path, value)
+            groups.append((changed, ModelConfig.from_dict(changed)))
+    assert 1 <= len(groups) < 9
+    for raw, config in groups:
+        assert_transformers_logits(raw, config)
+
+
 def test_the_tables_of_transformers_families_are_covered():
     """All keys but those of formats and drafts, which transformers does not read, have a case above."""
-    tried = {case.values[1] for case in cases()}
+    tried = {path for _, path, _ in cases()}
     for keys in (V4, V32):
         names = {*keys.read, *keys.fixed, *keys.aliases} - tried
         assert {name for name in names if not name.startswith(("quantization_config.", "dspark_"))} <= OUR_OWN
