@@ -31,10 +31,13 @@ class LazyModule:
     """
 
     def __init__(self, package: str, name: str):
-        self._name = f"{package}.{name}"
+        vars(self)["_name"] = f"{package}.{name}"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(import_module(self._name), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(import_module(self._name), name, value)
 
 
 def reference_ops(enabled: bool = True) -> AbstractContextManager[bool]:

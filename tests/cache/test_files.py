@@ -36,7 +36,8 @@ SAVED += [("v41", 71, numerics) for numerics in ("exact", "official")]
     ("family", "length", "numerics"),
     tiered(
         SAVED,
-        [("mixed", 150, "exact"), ("window", 90, "serving")],
+        [("mixed", 150, "exact")],
+        quick_on_gpu=[("window", 90, "serving")],
     ),
 )
 def test_a_saved_sequence_goes_on_in_another_runner(family, length, numerics, tmp_path):

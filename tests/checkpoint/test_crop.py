@@ -89,7 +89,10 @@ def test_layers_compute_what_they_did(models, tmp_path, family):
     assert torch.equal(whole.score([tokens])[0], cropped.score([tokens])[0])
 
 
-@pytest.mark.parametrize(("family", "experts"), [("v4", 3), ("v32", 6), ("v41", 3)])
+CROPPED = [("v4", 3), ("v32", 6), ("v41", 3)]
+
+
+@pytest.mark.parametrize(("family", "experts"), tiered(CROPPED, CROPPED[2:], quick_on_gpu=CROPPED))
 def test_it_has_the_names_and_headers_of_a_published_checkpoint(models, tmp_path, family, experts):
     """vLLM's loader, for one, goes by names: they are those of a checkpoint that was published in this size."""
     model, layers = models(family), KEPT[family]

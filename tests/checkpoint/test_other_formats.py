@@ -16,6 +16,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from tests.checkpoint.fabricate import tiny
 from tests.support import v32_cases, v41_cases
 from tests.support.small_models import prompt
+from tests.support.tiers import tiered
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 SUPPORTED = r"supported are safetensors checkpoints.*load the original checkpoint"
@@ -158,9 +159,12 @@ def convert(folder: Path, out: Path, config: AnyConfig) -> None:
             (out / file).write_bytes((folder / file).read_bytes())
 
 
+CONVERTED = [tiny(), v41_cases.tiny(engram_layer_ids=None), v32_cases.small(num_nextn_predict_layers=1, vocab_size=300)]
+
+
 @pytest.mark.parametrize(
     "config",
-    [tiny(), v41_cases.tiny(engram_layer_ids=None), v32_cases.small(num_nextn_predict_layers=1, vocab_size=300)],
+    tiered(CONVERTED, CONVERTED[1:2], quick_on_gpu=CONVERTED),
     ids=["v4", "v41", "v32"],
 )
 def test_a_converted_checkpoint_of_one_rank(config, tmp_path):

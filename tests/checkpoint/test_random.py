@@ -10,8 +10,10 @@ from deepseek_attn.checkpoint.random import DRAWN_ROWS, RepeatingSource
 from deepseek_attn.checkpoint.recipes import DRAW, Recipe
 from deepseek_attn.config.model import ModelConfig
 from tests.checkpoint.fabricate import same_bits, tiny
+from tests.support.tiers import exhaustive_on_cpu
 
 
+@exhaustive_on_cpu
 def test_flash_inventory():
     entries = RandomSource(ModelConfig.from_preset("v4_flash")).entries()
     parts = Counter(

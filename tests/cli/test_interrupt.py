@@ -20,7 +20,7 @@ import pytest
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
 from tests.support.small_models import two_layers
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 
 COMMAND = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main; sys.exit(main())"]
@@ -74,6 +74,7 @@ def read_until(descriptor: int, process: subprocess.Popen, enough) -> bytes:
     return found
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("times", tiered([1, 3], [3]))
 def test_interrupted_generation(checkpoint, whole, times):
     command = generate(checkpoint, "--max-tokens", "30000")

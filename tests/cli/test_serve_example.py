@@ -20,7 +20,7 @@ from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.text.tokenizer import REPLACEMENT
 from tests.support.small_models import two_layers
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NEEDED = "needs the openai package, starlette and uvicorn: pip install openai 'deepseek-attn[serve]'"
@@ -177,6 +177,7 @@ def test_tools(client, llm, writes, stream):
     assert len({number for number, _, _ in calls}) == 2
 
 
+@exhaustive_on_cpu
 @pytest.mark.skipif(find_spec("llguidance") is None, reason="needs pip install 'deepseek-attn[structured]'")
 def test_structured_output(client):
     """By OpenAI's response format, and by the fields of SamplingParams."""

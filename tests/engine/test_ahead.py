@@ -19,7 +19,7 @@ from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep, DraftStep
 from deepseek_attn.runner.graphs import DecodeGraphs
 from tests.support.requests import finish, greedy, prompt
 from tests.support.small_models import two_layers
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 
 OPTIONS: dict[str, Any] = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 256}
@@ -96,6 +96,7 @@ def test_the_next_step_is_launched_early(runner, runs):
     assert request.finished
 
 
+@exhaustive_on_cpu
 def test_a_request_that_stops_leaves_the_others(runner, runs):
     """At a stop token, which nobody knows before; the rows of the others count."""
     expected = generate(runner, PROMPTS, [greedy(16)] * 4)
@@ -108,6 +109,7 @@ def test_a_request_that_stops_leaves_the_others(runner, runs):
     assert len(runs) == 15
 
 
+@exhaustive_on_cpu
 def test_others_come_and_go(runner, runs):
     expected = generate(runner, PROMPTS, [greedy(16)] * 4)
     runs.clear()

@@ -23,7 +23,7 @@ from tests.engine.test_interruptions import LIBRARY, InterruptBefore
 from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked
 from tests.support.requests import finish, prompt
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 
 OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_batched_tokens": 60, "progress": False}
 PARAMS = SamplingParams(n=3, seed=11, max_tokens=7, ignore_eos=True, frequency_penalty=0.5)
@@ -82,6 +82,7 @@ def test_more_completions_than_run_at_once(llm):
 OPTIONS_BESIDE = [{}, {"max_snapshots": 4}, {"max_rollback": 6}]
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("options", tiered(OPTIONS_BESIDE, OPTIONS_BESIDE[-1:]), ids=str)
 def test_drafts_and_snapshots(folder, expected, monkeypatch, options):
     runner = ModelRunner.from_pretrained(folder, max_num_seqs=4, **OPTIONS | options)

@@ -14,6 +14,7 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.runner import Sequence
 from tests.engine.fake_runner import BROKEN, NOT_FINITE, FakeRunner
 from tests.support.requests import finish, greedy
+from tests.support.tiers import exhaustive_on_cpu
 from tests.support.typed import required, untyped
 
 C4, C16 = ratio_group(4), ratio_group(16)
@@ -222,6 +223,7 @@ def test_out_of_memory_makes_smaller_steps(caplog):
         assert request.completion().token_ids == expected(engine, tokens(n), 5)
 
 
+@exhaustive_on_cpu
 def test_a_shortage_of_memory_that_passes_leaves_steps_as_large_as_before():
     runner = FakeRunner.create()
     engine = Engine(runner)

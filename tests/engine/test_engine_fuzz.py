@@ -12,7 +12,7 @@ from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from tests.engine.fake_runner import BROKEN, NOT_FINITE, FakeRunner
 from tests.engine.workload import check_pages
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import untyped
 
 VARIANTS = {
@@ -125,7 +125,9 @@ class Fuzz:
 
 
 @pytest.mark.parametrize("seed", tiered(range(2), [0]))
-@pytest.mark.parametrize("variant", tiered(VARIANTS, list(VARIANTS)[::2]))
+@pytest.mark.parametrize(
+    "variant", tiered(VARIANTS, ["one_token", "few_window_pages", "all_short"], quick_on_gpu=list(VARIANTS)[::2])
+)
 def test_random_workload(variant, seed):
     fuzz = Fuzz(seed, VARIANTS[variant])
     fuzz.run(45)
@@ -136,6 +138,7 @@ def test_random_workload(variant, seed):
     assert reasons["length"] > 3
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("variant", tiered(["few_entries", "all_short", "v32_short"], ["few_entries"]))
 def test_long_answers_outgrow_the_pools(variant):
     """Requests are admitted for what they are, and grow: some lose their caches and compute their tokens again."""

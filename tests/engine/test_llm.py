@@ -8,6 +8,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -524,8 +525,14 @@ def reply(llm, prompt: str, parts: list[str | tuple[str]], params: SamplingParam
     return TextStream(llm.engine, request, pieces())
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
-@pytest.mark.parametrize("stop", [(), ("zz", "</thinks", "\n\nx")], ids=["", "stop-strings"])
+REASONING_ENDS = list(product([(), ("zz", "</thinks", "\n\nx")], [False, True]))
+
+
+@pytest.mark.parametrize(
+    ("stop", "special"),
+    tiered(REASONING_ENDS, [REASONING_ENDS[0], REASONING_ENDS[3]], quick_on_gpu=REASONING_ENDS),
+    ids=["-text", "-special", "stop-strings-text", "stop-strings-special"],
+)
 def test_reasoning_ends_at_the_token_alone(llm, tmp_path, special, stop):
     """Whole and streamed, for a tokenizer that has the token as text and for one that has it as special."""
     path = shutil.copytree(llm.directory, tmp_path / "model")

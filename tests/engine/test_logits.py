@@ -27,7 +27,7 @@ from deepseek_attn.text.tokenizer import Tokenizer
 from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked, use_buckets
 from tests.support.requests import finish
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required, untyped
 
 VOCAB = 67
@@ -359,6 +359,7 @@ def named(found, expected):
     return [name for name, tokens, right in zip(RULES, found, expected, strict=True) if tokens != right]
 
 
+@exhaustive_on_cpu
 def test_rules_change_the_texts(llm, expected):
     """Else the other tests would show nothing."""
     kept = [{key: getattr(params, key) for key in ("temperature", "max_tokens", "seed")} for _, params in JOBS]

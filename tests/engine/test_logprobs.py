@@ -27,7 +27,7 @@ from tests.support.drafts import DraftedSource
 from tests.support.predictable import PredictableSource
 from tests.support.requests import finish, greedy
 from tests.support.small_models import prompt, small_config, small_runner
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 from tests.support.v32_cases import small
 from tests.support.v41_cases import shallow
@@ -118,6 +118,7 @@ WAYS = {
 }
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("way", tiered(WAYS, ["drafts"]))
 def test_bits_do_not_depend_on_the_batch(deterministic, way):
     requests, engine = generate(deterministic, **WAYS[way])

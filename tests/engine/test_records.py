@@ -114,7 +114,7 @@ def test_each_computed_token_has_one_row(family, drafts, preempt_every):
     assert any(request.preemptions for request in requests) == bool(preempt_every)
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("drafts", tiered([0, 2], [2], quick_on_gpu=[0]))
 def test_recorded_steps_run_eagerly_and_others_do_not(runner, monkeypatch, drafts):
     """Where decode steps run over persistent tensors: steps of the plain request do once it is alone."""
     if runner.config.dspark is not None:

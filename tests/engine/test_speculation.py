@@ -27,7 +27,7 @@ from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jo
 from tests.runner.test_revisions import DSPARK_KEYS
 from tests.support.requests import greedy, prompt
 from tests.support.small_models import two_layers
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required, untyped
 from tests.support.v41_cases import shallow
 
@@ -170,7 +170,8 @@ FOLLOWED = [
 
 
 @pytest.mark.parametrize(
-    ("preset", "drafts", "persistent", "right", "count"), tiered(FOLLOWED, [FOLLOWED[0], FOLLOWED[3], FOLLOWED[6]])
+    ("preset", "drafts", "persistent", "right", "count"),
+    tiered(FOLLOWED, [FOLLOWED[0]], quick_on_gpu=[FOLLOWED[3], FOLLOWED[6]]),
 )
 @pytest.mark.parametrize("preempted", tiered([False, True], [False]))
 def test_the_next_turn_starts_from_generated_tokens(preset, drafts, persistent, right, count, preempted, monkeypatch):
@@ -327,6 +328,7 @@ def test_decode_steps_over_persistent_tensors(llm, plain, right, monkeypatch):
         assert float((logits - truth).abs().max()) < TOLERANCE * float(truth.abs().max())
 
 
+@exhaustive_on_cpu
 def test_progress_counts_tokens_that_stay(llm, plain, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(25))[0].token_ids
     draft_from(monkeypatch, llm.runner, [prompt(30) + expected], right=lambda position: position % 3)
@@ -361,6 +363,7 @@ def test_a_stop_token_among_accepted_drafts(llm, plain, place, monkeypatch):
     assert llm.engine.stats.generated == len(completion.token_ids)
 
 
+@exhaustive_on_cpu
 def test_a_stop_string_among_accepted_drafts(llm, plain, monkeypatch):
     [whole] = plain.generate("Grüße, 世界", greedy(24))
     stop = whole.text[5:7]

@@ -27,7 +27,7 @@ from tests.engine.workload import alone, differences, leaked, make_jobs, togethe
 from tests.support.invariance_cases import MIXED, SAME
 from tests.support.requests import finish, greedy, prompt
 from tests.support.small_models import assert_close, small_config, small_runner, two_layers
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 
 OPTIONS: dict[str, Any] = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 256}
@@ -240,6 +240,7 @@ def test_max_model_len(runner, drafts, right, monkeypatch):
     assert generate(runner, [greedy(50)] * 4, drafts, prompts)[0] == expected
 
 
+@exhaustive_on_cpu
 def test_no_page_left_for_the_next_step(runner, runs, expected, monkeypatch):
     """Room for each step, and never for the one after it."""
     draft_from(monkeypatch, runner, [p + t for p, t in zip(PROMPTS, expected, strict=True)], RIGHT["some"])
@@ -290,6 +291,7 @@ def test_prompts_that_start_from_snapshots(runner, runs, monkeypatch):
     runner.prefixes.clear()
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("call", tiered(range(3, 12), [7]))
 def test_broken_logits_fail_alone(runner, expected, call, monkeypatch):
     """A step's row of one request is NaN, the first one or that of a draft: its tokens before it come out."""

@@ -30,7 +30,7 @@ from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked, use_buckets
 from tests.support.interruptions import InterruptBefore
 from tests.support.requests import finish, greedy, prompt
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 
 pytest.importorskip("llguidance", reason="pip install 'deepseek-attn[structured]'")
@@ -176,6 +176,7 @@ def runner(llm, monkeypatch):
     return llm.runner
 
 
+@exhaustive_on_cpu
 def test_greedy_texts_over_persistent_tensors(llm, runner, monkeypatch):
     """The device chooses among the allowed tokens, and the next step is launched with them before the host reads them.
 

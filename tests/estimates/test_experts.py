@@ -15,6 +15,7 @@ from deepseek_attn.estimates.floors import Floor, FloorWork, ModelWork
 from deepseek_attn.estimates.machines import H100, H200
 from deepseek_attn.estimates.ranks import RankLayout, RankModel
 from tests.support.small_models import small_config, small_runner
+from tests.support.tiers import tiered
 from tests.support.typed import required
 
 FLASH = ModelConfig.from_preset("v4_flash")
@@ -23,6 +24,7 @@ ONE = 3 * 2048 * 4096  # values of an expert of V4-Flash
 FP4 = ONE // 2 + ONE // 32
 
 
+@pytest.mark.exhaustive
 def test_sizes_of_published_experts():
     serving = ExpertSizes.of(FLASH, numerics_for(FLASH, "serving"), torch.bfloat16)
     rows = 2048 + 2048 + 4096  # each with an exponent
@@ -122,7 +124,7 @@ def test_measured_steps_are_those_of_resident_experts_and_copies(file, part, err
         assert row["seconds_all_there"] + copies == pytest.approx(row["seconds"], rel=error)
 
 
-@pytest.mark.parametrize("file", ["h200_host_model", "h200_host_80gb"])
+@pytest.mark.parametrize("file", tiered(["h200_host_model", "h200_host_80gb"], ["h200_host_80gb"]))
 def test_measured_prompts_are_as_long_as_products_or_copies(file):
     measured = json.loads((DATA / f"{file}.json").read_text())["model"]
     numerics = numerics_for(FLASH, "serving")
@@ -147,6 +149,7 @@ def test_plan_says_whether_the_bus_was_measured(gpu, words, capsys):
     assert f"bus: PCI Express 5.0 x16 at {words}" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_steps_on_a_cpu_wait_for_the_disk_only_if_it_is_slower():
     numerics = numerics_for(FLASH, "official")
     sizes, others = ExpertSizes.of(FLASH, numerics, torch.float32), OtherWeights.of(FLASH, numerics, torch.float32)

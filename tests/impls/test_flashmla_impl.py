@@ -24,7 +24,7 @@ from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
 from deepseek_attn.models.block import attention_layers
 from tests.support import fake_flash_mla
 from tests.support.small_models import prompt, small_config, small_runner
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 
 FP8_CACHE = replace(PRESETS["exact"], kv_record="fp8_ds_mla")  # weights stay plain, so that only attention differs
@@ -131,6 +131,7 @@ def test_a_runner_refuses_flashmla_for_plain_records(fake):
         runner([0], "flashmla", numerics="exact")
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize(
     ("fake", "ratio"),
     tiered([("sgl", 0), ("upstream", 4), ("vllm", 128), ("sgl", 16)], [("sgl", 16)]),

@@ -4,6 +4,7 @@ import pytest
 
 from deepseek_attn.impls import AttentionLayer, DeepseekV4ReferenceSparseImpl
 from tests.support.one_layer import KINDS, Layer
+from tests.support.tiers import tiered
 from tests.support.typed import untyped
 
 ATTRIBUTES = {name for name in (*AttentionLayer.__annotations__, *vars(AttentionLayer)) if not name.startswith("_")}
@@ -23,7 +24,7 @@ class OnlyTheProtocol:
         raise AssertionError(f"an impl sets {name}: impls hold no state")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(KINDS, ["SWA", "C4A"], quick_on_gpu=KINDS))
 def test_an_impl_needs_no_more_of_a_layer_than_the_protocol(kind):
     layer, calls = Layer(kind), []
 

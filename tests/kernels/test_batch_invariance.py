@@ -153,7 +153,7 @@ def launches_of(gpu: GPU, op: Callable[[int], object], T: int) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize("arch", tiered(["sm90", "sm80", "sm89", "sm100"], ["sm90", "sm80"]))
+@pytest.mark.parametrize("arch", tiered(["sm90", "sm80", "sm89", "sm100"], ["sm90"], quick_on_gpu=["sm80"]))
 @pytest.mark.parametrize("op", OPS)
 def test_launches_do_not_depend_on_the_number_of_rows(arch, op):
     gpu = GPU(CAPABILITIES[arch], 132)

@@ -29,7 +29,7 @@ from tests.support.invariance_cases import (
 )
 from tests.support.oracle_dense import DenseOracle
 from tests.support.small_models import assert_close, assert_no_near_tie, prompt, small_config, small_runner
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import of_type
 
 # how a prompt is cut into steps
@@ -98,6 +98,7 @@ def test_chunks_cut_by_the_token_budget():
         assert_close(logits, reference)
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("chunk_size", tiered([1, 7, 64, 129], [7]))
 def test_mtp_logits_in_chunks(chunk_size):
     runner = shared_runner((0, 4), mtp=1)

@@ -149,7 +149,9 @@ BRANCHES = [(ratio, overlap, indexer) for ratio in RATIOS for overlap in (False,
 QUICK = [(1, True, False), (2, False, False), (8, False, True), (16, True, True)]
 
 
-@pytest.mark.parametrize(("ratio", "overlap", "indexer"), tiered([(0, False, False), *BRANCHES], QUICK))
+@pytest.mark.parametrize(
+    ("ratio", "overlap", "indexer"), tiered([(0, False, False), *BRANCHES], QUICK[::2], quick_on_gpu=QUICK)
+)
 def test_any_branch_equals_brute_force(ratio, overlap, indexer):
     switches = {"compress_overlap": {str(ratio): overlap}, "compress_indexer": {str(ratio): indexer}} if ratio else {}
     topk = 1 if ratio == 128 else 6

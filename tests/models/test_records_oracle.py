@@ -216,7 +216,7 @@ def test_other_choices_give_the_oracles_logits(case):
     assert torch.equal(again.selections, torch.where(ascending == 9999, -1, ascending))
 
 
-@pytest.mark.parametrize("part", ["experts", "selections"])
+@pytest.mark.parametrize("part", tiered(["experts", "selections"], ["selections"], quick_on_gpu=["experts"]))
 def test_experts_and_entries_are_replayed_independently(case, part):
     plain, found = record(case.runner, case.tokens, routes=True, selections=True)
     given = other_choices(case, found, 4)

@@ -22,7 +22,7 @@ from deepseek_attn.utils import torch_state
 from deepseek_attn.utils.torch_state import own_torch_state
 from tests.support.interruptions import InterruptBefore
 from tests.support.small_models import prompt, small_config
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required, untyped
 from tests.support.v32_cases import small
 from tests.support.v41_cases import shallow
@@ -219,7 +219,7 @@ def entries() -> Iterator[dict[str, Callable[[], list[Tensor]]]]:
 ENTRIES = ["V4", "V3.2", "V3", "V4.1", "layers of V4", "layers of V3.2", "V4, built", "V3.2, built", "V4.1, built"]
 ENTRIES += ["flash_mla_sparse_fwd", "sparse decode", "dense decode", "LLM", "tiny values"]
 WHILE_BUILT = ("bfloat16", "float64", "device context", "default device", "inference mode")
-SINGLY = ("float64", "autocast", "inference mode", "default device", "medium", "flushed denormals", "function mode")
+SINGLY = ("float64", "inference mode", "default device", "medium", "function mode")
 QUICK = [("V4, built" if context in WHILE_BUILT[2:] else "V4", context) for context in SINGLY]
 QUICK += [("tiny values", "flushed denormals")]
 QUICK += product([name for name in ENTRIES if name not in ("V3", "V3.2, built", "V4.1, built")], ["all at once"])
@@ -243,7 +243,9 @@ def bits(tensors: list[Tensor]) -> list[bytes]:
     return [str(t.dtype).encode() + t.flatten().view(torch.uint8).numpy().tobytes() for t in tensors]
 
 
-@pytest.mark.parametrize(("entry", "context"), tiered(CASES, QUICK))
+@pytest.mark.parametrize(
+    ("entry", "context"), tiered(CASES, QUICK, quick_on_gpu=[("V4", "autocast"), ("V4", "flushed denormals")])
+)
 def test_a_callers_context_changes_no_bit(entry, context, entries, plain):
     clear_caches()
     with CONTEXTS[context]():
@@ -339,6 +341,7 @@ def test_a_failed_step_gives_threads_back(monkeypatch):
         assert torch.get_num_threads() == 3
 
 
+@exhaustive_on_cpu
 def test_the_small_model_decodes_on_one_thread_and_a_large_one_on_all():
     with LLM(device="cpu", max_model_len=256, max_num_seqs=2) as llm:
         small = llm.runner.cpu_threads

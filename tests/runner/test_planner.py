@@ -16,7 +16,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.planner import make_plan, sequences_that_fit, tokens_that_fit
 from deepseek_attn.utils.workspace import aligned_bytes
 from tests.support.small_models import two_layers
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 
 LIMITS: dict[str, Any] = {"max_model_len": 1031, "max_num_seqs": 3, "max_num_batched_tokens": 200}
@@ -119,6 +119,7 @@ def test_flash_marginal_bytes_by_hand():
     assert sum(layer.index_per_token for layer in plan.layers) == 21 * 8640 / 256
 
 
+@exhaustive_on_cpu
 def test_what_fits_is_the_most_that_fits():
     config = ModelConfig.from_preset("v4_flash")
 
@@ -158,6 +159,7 @@ def test_what_fits_beside_other_parts_fits_and_is_the_most_to_a_percent(beside):
     assert sequences_that_fit(plan_for, 10**6, 1024, total_for=total_for) == 0
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("last", tiered([1, 4999, 70_000], [4999]))
 def test_a_step_of_what_is_beside_is_found_in_few_tries(last):
     """Memory of an allocator grows by segments: between two of them it is the same for many lengths."""

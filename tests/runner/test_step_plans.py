@@ -29,7 +29,7 @@ from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.step_plans import HEAD, INPUTS, LIBRARIES, brief, derived_fields, step_plans
 from deepseek_attn.runner.warm_up import WarmUp
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.v41_cases import FOUR_LAYERS, tiny_for_kernels
 
 MODELS = {
@@ -86,6 +86,7 @@ def test_every_kernel_that_a_step_launches_is_listed(model):
             assert listed - set(LIBRARIES) - once == launched
 
 
+@exhaustive_on_cpu
 def test_upper_layers_of_v41_compute_trailing_rows():
     """Kernels of a prompt are those of the rows that results at its end need, counted over all layers."""
     config = tiny_for_kernels()
@@ -158,6 +159,7 @@ def test_a_page_of_a_model(capsys):
     assert re.fullmatch(r"\d+ of [1-9]\d* choices are measured; .*", lines[-1])
 
 
+@exhaustive_on_cpu
 def test_gpus_differ(capsys):
     kernels = {}
     for gpu in ("h100", "a100", "8.0:108"):

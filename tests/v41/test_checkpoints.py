@@ -14,6 +14,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.planner import make_plan
 from tests.checkpoint.fabricate import MemorySource
 from tests.support.small_models import prompt
+from tests.support.tiers import tiered
 from tests.support.typed import of_type
 from tests.support.v41_cases import make_runner, tiny
 
@@ -83,7 +84,10 @@ def test_blocks_of_128_are_refused():
         make_runner(of_type(made.config, DeepseekV41Config), source)
 
 
-@pytest.mark.parametrize(("numerics", "entry"), [("exact", 1280), ("official", 288 + 68), ("serving", 584 + 132)])
+PER_ENTRY = [("exact", 1280), ("official", 288 + 68), ("serving", 584 + 132)]
+
+
+@pytest.mark.parametrize(("numerics", "entry"), tiered(PER_ENTRY, PER_ENTRY[2:], quick_on_gpu=PER_ENTRY[:2]))
 def test_plans_count_shared_caches_once(numerics, entry):
     """Three groups of layers with an entry and an index key per pair of tokens, and one with one per token."""
     config = ModelConfig.from_preset("v41_flash")

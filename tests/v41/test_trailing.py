@@ -28,7 +28,7 @@ from deepseek_attn.runner.step import StepOptions
 from deepseek_attn.testing import poison_caches
 from tests.support.drafts import DraftedSource
 from tests.support.small_models import assert_close, prompt
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required, untyped
 from tests.support.v41_cases import TOLERANCE, assert_clear, make_runner, oracle_of, shallow, tiny
 
@@ -155,10 +155,11 @@ def test_results_at_the_end_of_a_prompt_equal_brute_force(name, rollback, which)
     window, rows = model.config.sliding_window, required(runner.trailing).rows
     edges = {rows + above * max(window - 1, 1) + more for above in (0, 1) for more in (-1, 0, 1)} | {64, 65}
     lengths = sorted(length for length in edges if 1 <= length <= LENGTH - 3)
+    chunks = {length: (length, 17) if length < lengths[-1] else (length, 3, 19) for length in lengths}
     if which == "edges":
-        lengths = [rows, rows + 1, lengths[-1]]
-    for length in lengths if rollback == 0 else lengths[-3:]:
-        for chunk in (length, 17) if length < lengths[-1] else (length, 3, 19):
+        chunks = {rows: (17,), rows + 1: (rows + 1,), lengths[-1]: (19,)}
+    for length in list(chunks) if rollback == 0 else list(chunks)[-3:]:
+        for chunk in chunks[length]:
             sequence, logits = start(runner, model.tokens[:length], chunk)
             decoded = go_on(runner, sequence, model.tokens[length : length + (window + 2 if length < 64 else 2)])
             found = torch.cat([logits, *decoded])
@@ -168,6 +169,7 @@ def test_results_at_the_end_of_a_prompt_equal_brute_force(name, rollback, which)
             sequence.free()
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize(("length", "chunk"), tiered([(34, 34), (40, 9), (23, 9)], [(23, 9)]))
 def test_bits_are_those_of_all_rows(length, chunk):
     """Where each row is computed by itself, not a bit differs, and neither does what is decoded after it."""
@@ -180,8 +182,10 @@ def test_bits_are_those_of_all_rows(length, chunk):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("ratio", [0, 1])
-@pytest.mark.parametrize("decodes", [0, 1, 2])
+READERS = [(decodes, ratio) for decodes in (0, 1, 2) for ratio in (0, 1)]
+
+
+@pytest.mark.parametrize(("decodes", "ratio"), tiered(READERS, [(0, 1), (1, 0), (2, 1)], quick_on_gpu=READERS))
 def test_windows_begin_at_the_first_computed_key(ratio, decodes):
     """Rows that read pages, and rows that read gathered keys, behind entries or without any."""
     runner, window, topk = make_runner(tiny(), **SIZES), 8, 3
@@ -260,7 +264,7 @@ def test_sequences_in_one_step():
     while pending := [i for i, sequence in enumerate(sequences) if sequence.num_pending]:
         place += 1
         chosen = draw.sample(pending, draw.randint(1, len(pending)))
-        batch = [(sequences[i], min(draw.choice([1, 5, 17, 40]), sequences[i].num_pending)) for i in chosen]
+        batch = [(sequences[i], min(draw.choice([1, 9, 17, 40]), sequences[i].num_pending)) for i in chosen]
         options = StepOptions(ends=tuple(ends[i] for i in chosen), scored=tuple(scored[i] for i in chosen))
         output = runner.step(batch, options)
         for i, (sequence, _), rows in zip(chosen, batch, output.rows, strict=True):
@@ -272,7 +276,7 @@ def test_sequences_in_one_step():
                     sequence.append(tokens[i][-1])
             elif options.ends[chosen.index(i)] > sequence.num_computed:
                 assert len(rows) == 0
-    assert place > 20
+    assert place > 15
 
 
 def test_going_back_saving_and_forking(tmp_path):
@@ -284,18 +288,18 @@ def test_going_back_saving_and_forking(tmp_path):
         fork = sequence.fork()
         fork.truncate(60 - back)
         assert fork.num_computed == 60 - back
-        found = torch.cat(go_on(runner, fork, tokens[60 - back : 68]))
+        found = torch.cat(go_on(runner, fork, tokens[60 - back : 62]))
         assert_close(found, model.reference[60 - back :][: len(found)], TOLERANCE, f"{back} tokens back")
         fork.free()
     sequence.save(tmp_path / "whole")
     loaded = runner.load_sequence(tmp_path / "whole")
     assert loaded.cache.exact_from == sequence.cache.exact_from == 56
-    assert_close(torch.cat(go_on(runner, loaded, tokens[60:68])), model.reference[60:68], TOLERANCE)
+    assert_close(torch.cat(go_on(runner, loaded, tokens[60:64])), model.reference[60:64], TOLERANCE)
     sequence.truncate(55)
     assert (sequence.num_computed, sequence.cache.exact_from) == (0, 0)
 
 
-@pytest.mark.parametrize("computed", tiered(range(1, 60, 3), [19, 40, 49]))
+@pytest.mark.parametrize("computed", tiered(range(1, 60, 3), [19, 49], quick_on_gpu=[40]))
 def test_a_prompt_that_is_interrupted(computed, tmp_path):
     """Saved, loaded and forked within a prompt, where upper layers have no keys or some; the end stays the same."""
     model = model_of("five above")

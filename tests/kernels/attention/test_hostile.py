@@ -23,6 +23,7 @@ from deepseek_attn.kernels.common.dispatch import problem_on
 from tests.kernels.attention.sparse_attention_cases import Launch, forced
 from tests.support import fake_flash_mla
 from tests.support.report import INF, Report, on_cpu_too
+from tests.support.tiers import tiered
 from tests.support.typed import required
 
 V4, V32 = Fp8DsMlaRecord(448, 64), Fp8DsMlaV32Record(scale_rule="pow2")
@@ -332,7 +333,10 @@ def mistakes(inputs: Inputs) -> dict[str, Inputs]:
     }
 
 
-@pytest.mark.parametrize("case", ["8 heads, 2 tokens, top-33", "128 heads, 1 tokens, top-2047"])
+MISTAKEN = ["8 heads, 2 tokens, top-33", "128 heads, 1 tokens, top-2047"]
+
+
+@pytest.mark.parametrize("case", tiered(MISTAKEN, MISTAKEN[:1], quick_on_gpu=MISTAKEN[1:]))
 @pytest.mark.parametrize("record", [V4, V32], ids=["V4", "V3.2"])
 def test_mistakes_are_found(record, case):
     inputs = make(batch_of(case, record), record, False, torch.device("cpu"))

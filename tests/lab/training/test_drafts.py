@@ -24,7 +24,7 @@ from deepseek_attn.runner.drafting import DraftRows
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import StepOptions
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
-from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.tiers import EXHAUSTIVE, exhaustive_on_cpu, tiered
 from tests.support.typed import required, untyped
 
 CPU = torch.device("cpu")
@@ -234,6 +234,7 @@ def test_training_on_a_gpu(device, task):
     assert first_drafts_accepted(runner, task) == pytest.approx(trained.metrics["acceptance_1"], abs=0.1)
 
 
+@exhaustive_on_cpu
 def test_the_routers_bias_of_the_mtp_layer_follows_its_load(result):
     bias = result.model.mtp["0"].ffn.gate.bias
     assert 0 < bias.abs().max() <= 24 * 1e-3 + 1e-6

@@ -13,6 +13,7 @@ from deepseek_attn.lab.training.loop import Paused, deterministic_ops, train_see
 from deepseek_attn.lab.training.state import TrainingState
 from deepseek_attn.lab.training.step import TrainingStep
 from tests.support.small_models import small_config
+from tests.support.tiers import exhaustive_on_cpu, tiered
 
 SEEDS = (0, 3, 4)
 TASK = make_task("recall", vocab_size=64, symbols=8, pairs=4, questions=8, gap=4)
@@ -45,7 +46,7 @@ def alone(config, seed: int, device="cpu", **options) -> TrainResult:
     return finish(train_stepwise(config, TASK, seed=seed, device=device, test_batches=0, **OPTIONS, **options))
 
 
-@pytest.mark.parametrize("selection", ["learned", "random"])
+@pytest.mark.parametrize("selection", tiered(["learned", "random"], ["learned"], quick_on_gpu=["random"]))
 def test_each_seed_has_the_losses_that_it_has_alone(selection):
     """Three steps that read all entries with exact weights, and three with selected ones and rounded weights."""
     schedule = config([0, 4])
@@ -62,6 +63,7 @@ def test_each_seed_has_the_losses_that_it_has_alone(selection):
     assert not torch.equal(biases[0], biases[1])
 
 
+@exhaustive_on_cpu
 def test_a_training_that_is_stopped_goes_on_to_the_same_bits(tmp_path):
     schedule, path = config([0, 4]), tmp_path / "state"
     whole = together(schedule)
@@ -74,6 +76,7 @@ def test_a_training_that_is_stopped_goes_on_to_the_same_bits(tmp_path):
             assert torch.equal(result.model.get_parameter(name), parameter), name
 
 
+@exhaustive_on_cpu
 def test_shared_selections_and_engrams(monkeypatch):
     """V4.1: the hash of n-grams, tables, blocks of candidates and entries of other layers, for all seeds at a time."""
     monkeypatch.setitem(OPTIONS, "steps", 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,25 +27,57 @@ def settings(layers: int = 0, at_once: int = 0) -> CheckpointSettings:
     return CheckpointSettings("tiny", None, 100, 51, layers, at_once)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict:
-    """By ``layers_at_once``: (the checkpoint's own result, those of variants)."""
-    variants = [
+VARIANTS = {
+    variant.name: variant
+    for variant in (
         ModelVariant("own", OWN),
         ModelVariant("late", LATE),
         ModelVariant("official", OWN, numerics="official"),
-    ]
-    found = {}
-    for at_once in (0, 2):
-        folder = tmp_path_factory.mktemp("own")
-        own = measure_own(settings(at_once=at_once), CPU, folder)
-        found[at_once] = own, {v.name: measure_variant(v, settings(at_once=at_once), CPU, folder) for v in variants}
-    return found
+    )
+}
+
+
+class Results:
+    """Results of a checkpoint by ``layers_at_once``, each computed when it is first asked for."""
+
+    def __init__(self, model: str, variants: dict[str, ModelVariant], factory: pytest.TempPathFactory):
+        self.model, self.variants, self.factory = model, variants, factory
+        self._own: dict = {}
+        self._of_variants: dict = {}
+
+    def settings(self, at_once: int) -> CheckpointSettings:
+        return replace(settings(at_once=at_once), model=self.model)
+
+    def own(self, at_once: int) -> Any:
+        """The checkpoint's own result."""
+        return self._own_and_folder(at_once)[0]
+
+    def of(self, name: str, at_once: int) -> Any:
+        """The result of a variant."""
+        if (name, at_once) not in self._of_variants:
+            folder = self._own_and_folder(at_once)[1]
+            found = measure_variant(self.variants[name], self.settings(at_once), CPU, folder)
+            self._of_variants[name, at_once] = found
+        return self._of_variants[name, at_once]
+
+    def _own_and_folder(self, at_once: int) -> tuple[Any, Path]:
+        if at_once not in self._own:
+            folder = self.factory.mktemp("own")
+            self._own[at_once] = measure_own(self.settings(at_once), CPU, folder), folder
+        return self._own[at_once]
+
+    def all(self, at_once: int) -> str:
+        return json.dumps([self.own(at_once), *(self.of(name, at_once) for name in self.variants)])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Results:
+    return Results("tiny", VARIANTS, tmp_path_factory)
 
 
 @pytest.mark.exhaustive
 def test_groups_of_layers_change_nothing(results):
-    assert json.dumps(results[2]) == json.dumps(results[0])
+    assert results.all(2) == results.all(0)
 
 
 @pytest.mark.exhaustive
@@ -53,21 +86,21 @@ def test_own_quality_is_that_of_a_whole_runner(results):
     prompts = read_prompts(settings(), config)
     runner = ModelRunner.from_source(config, source, device="cpu", max_model_len=51, max_num_batched_tokens=51)
     logits = runner.score(prompts)
-    own: Any = results[2][0]
+    own = results.own(2)
     assert own["loss"] == untyped(compare(logits, logits, prompts))["loss"]
     assert own["layers"] == measure_recall(runner, prompts)
 
 
 def test_a_variant_that_changes_nothing_is_equal_and_others_are_not(results):
-    _, variants = results[2]
-    assert variants["own"]["kl"] == 0.0
-    assert variants["own"]["layers"] == results[0][0]["layers"]
+    own = results.of("own", 2)
+    assert own["kl"] == 0.0
+    assert own["layers"] == results.own(0)["layers"]
     for name in ("late", "official"):
-        assert variants[name]["kl"] > 0, name
+        assert results.of(name, 2)["kl"] > 0, name
 
 
 @pytest.mark.exhaustive
-def test_a_change_of_a_late_layer_starts_from_kept_states(results, tmp_path, monkeypatch):
+def test_a_change_of_a_late_layer_starts_from_kept_states(tmp_path, monkeypatch):
     own: Any = measure_own(settings(at_once=2), CPU, tmp_path)
     computed = []
     make = ModelRunner.from_source
@@ -92,53 +125,55 @@ def test_the_first_layers_alone(tmp_path):
     assert len(own["layers"]) == 3
 
 
-@pytest.fixture(scope="module", params=["tiny_v32", "tiny_v41"])
-def family(request, tmp_path_factory) -> dict:
-    """Results of another family: its own by ``layers_at_once``, those of variants, and the whole model's."""
-    variants = [ModelVariant("own", "own"), ModelVariant("top 2", "own", index_topk=2)]
-    if request.param == "tiny_v32":
-        variants += [ModelVariant("official", "own", numerics="official"), ModelVariant("dense", "own", indexer=False)]
-    found: dict = {"own": {}, "variants": {}, "name": request.param}
-    for at_once in (0, 1):
-        given = replace(settings(at_once=at_once), model=request.param)
-        folder = tmp_path_factory.mktemp("own")
-        found["own"][at_once] = measure_own(given, CPU, folder)
-        found["variants"][at_once] = {v.name: measure_variant(v, given, CPU, folder) for v in variants}
-    config, source = open_source(given)
-    found["prompts"] = prompts = read_prompts(given, config)
-    options = {"device": "cpu", "max_model_len": 51, "max_num_batched_tokens": 51}
-    for name, changes in (("own", {}), ("top 2", {"index_topk": 2})):
-        with ModelRunner.from_source(config.replace(**changes), source, **options) as runner:
-            found[f"whole {name}"] = runner.score(prompts), measure_recall(runner, prompts)
-    return found
+FAMILIES = {
+    "tiny_v32": [
+        ModelVariant("own", "own"),
+        ModelVariant("top 2", "own", index_topk=2),
+        ModelVariant("official", "own", numerics="official"),
+        ModelVariant("dense", "own", indexer=False),
+    ],
+    "tiny_v41": [ModelVariant("own", "own"), ModelVariant("top 2", "own", index_topk=2)],
+}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory) -> dict[str, Results]:
+    return {
+        model: Results(model, {variant.name: variant for variant in variants}, tmp_path_factory)
+        for model, variants in FAMILIES.items()
+    }
 
 
 @pytest.mark.exhaustive
-def test_groups_of_layers_of_other_families_change_nothing(family):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_groups_of_layers_of_other_families_change_nothing(families, family):
     """Layers of V4.1 read entries, index keys, selections and candidates of layers in earlier groups."""
-    for at_once, own in family["own"].items():
-        assert json.dumps(own) == json.dumps(family["own"][0]), at_once
-        assert json.dumps(family["variants"][at_once]) == json.dumps(family["variants"][0]), at_once
+    assert families[family].all(1) == families[family].all(0)
 
 
 @pytest.mark.exhaustive
-def test_other_families_are_those_of_a_whole_runner(family):
-    (own, rows), (fewer, _), prompts = family["whole own"], family["whole top 2"], family["prompts"]
-    found, variants = family["own"][1], family["variants"][1]
-    assert found["loss"] == untyped(compare(own, own, prompts))["loss"]
-    assert found["layers"] == rows
-    assert variants["own"]["kl"] == 0.0
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_are_those_of_a_whole_runner(families, family):
+    found = families[family]
+    config, source = open_source(found.settings(1))
+    prompts = read_prompts(found.settings(1), config)
+    options = {"device": "cpu", "max_model_len": 51, "max_num_batched_tokens": 51}
+    with ModelRunner.from_source(config, source, **options) as runner:
+        own, rows = runner.score(prompts), measure_recall(runner, prompts)
+    with ModelRunner.from_source(config.replace(index_topk=2), source, **options) as runner:
+        fewer = runner.score(prompts)
+    assert found.own(1)["loss"] == untyped(compare(own, own, prompts))["loss"]
+    assert found.own(1)["layers"] == rows
+    assert found.of("own", 1)["kl"] == 0.0
     expected: Any = compare(own, fewer, prompts)
-    assert {key: variants["top 2"][key] for key in expected} == expected
+    assert {key: found.of("top 2", 1)[key] for key in expected} == expected
     assert expected["kl"] > 0
 
 
-def test_dense_attention_of_a_v32_reads_all_tokens(family):
-    if family["name"] != "tiny_v32":
-        pytest.skip("V4.1 has no dense form")
-    dense = family["variants"][1]["dense"]
+def test_dense_attention_of_a_v32_reads_all_tokens(families):
+    dense, official = (families["tiny_v32"].of(name, 1) for name in ("dense", "official"))
     assert dense["kl"] > 0
-    assert family["variants"][1]["official"]["kl"] > 0
+    assert official["kl"] > 0
     assert all(row["token_mass"] == pytest.approx(1.0) for row in dense["layers"])
 
 
