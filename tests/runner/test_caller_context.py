@@ -229,7 +229,7 @@ CASES = [case for case in product(ENTRIES, CONTEXTS) if case in QUICK or case[1]
 def clear_caches() -> None:
     """Constants that ops keep are made again, in the context of the next call."""
     for name, module in list(sys.modules.items()):
-        for value in vars(module).values() if name.startswith("deepseek_attn.kernels") else ():
+        for value in list(vars(module).values()) if name.startswith("deepseek_attn.kernels") else ():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
 
