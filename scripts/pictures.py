@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepseek_attn.lab.bench.plots import FOREGROUND, MUTED, SERIES, svg_element
-from deepseek_attn.lab.experiments.report.figures import Figure, curves, length_lines, lines, scatter
+from deepseek_attn.lab.experiments.report.figures import Figure, curves, length_lines, lines, scatter, sizes
 from deepseek_attn.lab.experiments.report.schema import Report, tasks, with_task
 from deepseek_attn.utils.files import write_text
 
@@ -52,6 +53,10 @@ def pictures(report: Report) -> list[Figure]:
         name = f"{task}-by-length"
         found.append(Figure(name, name, lines(rows, "tokens", f"{task} {metric}", log="x")))
         found.append(Figure(f"{task}-training", f"{task}-training", curves(variants, task)))
+    for first in tasks(report)[:1]:
+        found += [
+            replace(figure, name=f"{first}-by-size", caption=f"{first}-by-size") for figure in sizes(report, first)
+        ]
     return found
 
 

@@ -687,7 +687,8 @@ def checks(data: Data) -> Subject:
     count = sum(len(data(name)["rows"]) for name in tried) + sum(len(p["rows"]) for name in alone for p in data(name))
     many = f"{count:,} rows ([notebook](notebook.md))"
     add("Other tiles and splits, hardware counters, attention layers alone with their kernels", many, *tried, *alone)
-    studies = ("h200_schedules.json", "h200_study_recall.json", "h200_study_rates.json", "h200_checkpoint_layers.json")
+    studies = ("h200_schedules.json", "h200_study_recall.json", "h200_study_rates.json", "cpu_width_rates.json",
+               "h200_checkpoint_layers.json")  # fmt: skip
     count = sum(len(data(name)["rows"]) for name in studies)
     add("Costs and recall of compress-ratio schedules", f"{count} rows ([experiments](experiments.md))", *studies)
     return Subject(

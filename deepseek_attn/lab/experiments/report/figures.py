@@ -87,11 +87,12 @@ def main(report: Report) -> list[Figure]:
 
 
 def sizes(report: Report, first: str) -> list[Figure]:
-    """Quality against the number of parameters, over the tasks that are the first one at other sizes of models."""
+    """Quality against the number of parameters: of the first task, and of the first of its kind at each other size."""
     kind = with_task(report, first)[0].quality["kind"]
     metric, series = metric_of(with_task(report, first)[0].quality), []
     for variant in report["variants"]:
-        found = [q for q in variant.get("tasks", {}).values() if q["kind"] == kind]
+        trained = variant.get("tasks", {})
+        found = [trained[task] for task in one_of_each_size(report, kind) if task in trained]
         bars = [(q["parameters"], q[metric]["low"], q[metric]["high"]) for q in found]
         if found:
             points = sorted((float(q["parameters"]), q[metric]["mean"]) for q in found)
@@ -104,6 +105,16 @@ def sizes(report: Report, first: str) -> list[Figure]:
         lines(series, "parameters", f"{kind} {metric}", chance=chance_of(report, f"{first} {metric}"))(axes)
 
     return [Figure(f"sizes-{kind}", f"{kind}: {metric} by the size of the model", paint)]
+
+
+def one_of_each_size(report: Report, kind: str) -> list[str]:
+    """The first task of ``kind`` at each size of models: later ones differ in more than the size, as in their rate."""
+    found: dict[str | None, str] = {}
+    for task in tasks(report):
+        quality = with_task(report, task)[0].quality
+        if quality["kind"] == kind:
+            found.setdefault(quality["size"], task)
+    return [*found.values()]
 
 
 def forest(report: Report, quality: str) -> list[Figure]:
