@@ -11,7 +11,7 @@
   repeats decode steps under routings that shift every few seconds, and compares the logits of a text meanwhile. How
   well a router predicts the next layer's is a property of trained weights: ``--shares`` sets which part of the
   predicted experts are those of the routing. The others are drawn by the same law. The prediction is computed all the
-  same, and its own accuracy for random weights is reported once.
+  same. "router": random tokens, whose routings and predictions are those of the routers, with random weights.
 
 Routings are uniform, or follow Zipf's law with exponent 1 over the experts of each layer in an order of its own; each
 step draws anew. The limit of the bus is the bytes of the experts that a step copied over the rate of cudaMemcpy.
@@ -67,6 +67,7 @@ STEPS, SECONDS = 150, 2.5  # of a routing before it is timed, and as often while
 SETTLING = 400  # steps after which the residents have followed a routing: counts of use halve in 44
 SHIFT_SECONDS, SOAK_BATCH = 5.0, 4  # of a routing of the soak, and requests of its steps
 SOAK_SHARE = 0.8  # of the soak's predictions that are right
+AHEAD_LOAD = 0.5  # pairs per expert up to which steps with predictions make them
 
 
 def main() -> None:
@@ -158,7 +159,9 @@ class Bench:
         self.config, self.device, self.args = config, device, args
         self.rate: float | None = None
         self.before_soak: dict[str, Any] = {}
+        self.source: Tensor | None = None  # of `memcpy_rate`
         self.calls = 0
+        self.rows: ExpertRows | None = None
 
     # --- copies ---
 
@@ -180,12 +183,17 @@ class Bench:
             say(f"  kernel, {programs:3} programs of {warps:2} warps: {nbytes / seconds / 1e9:6.2f} GB/s")
         return rates
 
-    def memcpy_rate(self) -> float:
-        if self.rate is None:
-            source = self.pinned((1 << 30,), torch.uint8)
-            target = torch.empty_like(source, device=self.device)
-            self.rate = source.nbytes / self.timed(lambda: target.copy_(source, non_blocking=True), 5)
-            say(f"  cudaMemcpy: {self.rate / 1e9:.2f} GB/s")
+    def memcpy_rate(self, again: bool = False) -> float:
+        """Bytes per second of cudaMemcpy; measured once, or ``again``: other programs may use the bus."""
+        if self.rate is None or again:
+            if self.source is None:
+                self.source = self.pinned((1 << 27,), torch.uint8)
+            source, target = self.source, torch.empty_like(self.source, device=self.device)
+            rate = source.nbytes / self.timed(lambda: target.copy_(source, non_blocking=True), 5)
+            if self.rate is None:
+                say(f"  cudaMemcpy: {rate / 1e9:.2f} GB/s")
+                self.rate = rate
+            return rate
         return self.rate
 
     # --- products that read host memory ---
@@ -286,54 +294,70 @@ class Bench:
             uniform = torch.rand(layers, T, E, device=self.device, generator=generator).clamp_(min=1e-9)
             yield (log_weight[:, None] - (-uniform.log()).log()).topk(topk, -1).indices
 
-    def steps(
-        self, rows: ExpertRows, ids: Tensor, run: Callable[[], object], kind: str, guess: Guess | None = None,
-        settled: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Means of steps under a routing: seconds, experts copied, share of needed experts already on the GPU.
-
-        Args:
-            ids: ``[layers, T, topk]``, which steps read; guess: the prediction that they read as well.
-            settled: residents follow the routing since the last call.
-        """
+    def draws(self, rows: ExpertRows, ids: Tensor, kind: str, guessed: Tensor | None = None) -> Callable[..., None]:
+        """A function that draws ``ids [layers, T, topk]``, which steps read, and what modes with a share predict."""
         (layers, T, topk), E = ids.shape, len(rows.layers[0].state.row)
-        totals = [layer.state.totals for layer in rows.layers[:layers]]
         self.calls += 1  # the residents know the routings of earlier calls
         drawn, others = (self.routings(kind, layers, T, topk, E, 2 * self.calls + i, 1) for i in (0, 1))
-        if kind == "zipf" and self.device.type == "cuda" and not settled:
+        if kind == "zipf" and self.device.type == "cuda":
             self.settle(rows, layers, drawn)
-        deadline, number = time.perf_counter() + self.args.seconds, 0
 
-        def draw() -> None:
-            ids.copy_(next(drawn))
-            if guess is not None:
-                is_right = torch.rand(ids.shape, device=ids.device) < guess.share
-                guess.ids.copy_(torch.where(is_right, ids, next(others)))
+        def draw(mode: Mode, again: bool) -> None:
+            if not again:
+                ids.copy_(next(drawn))
+            if mode.share is not None and guessed is not None:
+                is_right = torch.rand(ids.shape, device=ids.device) < (1.0 if again else mode.share)
+                guessed.copy_(torch.where(is_right, ids, next(others)))
 
-        while number < STEPS and time.perf_counter() < deadline:
-            draw()
-            run()
-            self.synchronize()
-            number += 1
-        times: list[float] = []
-        before = torch.stack(totals).sum(0)
-        deadline = time.perf_counter() + self.args.seconds
-        while len(times) < 5 or (len(times) < STEPS and time.perf_counter() < deadline):
-            draw()
+        return draw
+
+    def steps(
+        self, rows: ExpertRows, layers: int, modes: Sequence[Mode], draw: Callable[[Mode, bool], None]
+    ) -> list[dict[str, Any]]:
+        """Means of steps: seconds, experts copied, share of needed experts already on the GPU.
+
+        The modes take steps in turn, so that a bus that other programs use as well is the same for all.
+
+        Args:
+            draw: sets the inputs of a step of a mode, ``again``: the same as before, and no wrong prediction.
+        """
+        totals = [layer.state.totals for layer in rows.layers[:layers]]
+
+        def step(mode: Mode, again: bool = False) -> float:
+            draw(mode, again)
             self.synchronize()
             begin = time.perf_counter()
-            run()
+            mode.run()
             self.synchronize()
-            times.append(time.perf_counter() - begin)
-        needed, fetched, ahead, dropped = ((torch.stack(totals).sum(0) - before) / len(times)).tolist()
-        if guess is not None:
-            guess.ids.copy_(ids)
-        there = self.timed(run, 5)  # the same routing again: all experts are there, or in rows of the call
-        return {
-            "seconds": statistics.mean(times), "median_seconds": statistics.median(times), "steps": len(times),
-            "steps_before": number, "copied": fetched + ahead, "needed": needed,
-            "hit_rate": 1 - (fetched + ahead) / needed, "seconds_all_there": there,
-        } | ({} if guess is None else {"share": guess.share, "ahead": ahead, "dropped": dropped})  # fmt: skip
+            return time.perf_counter() - begin
+
+        seconds, number = self.args.seconds * len(modes), 0
+        deadline, number = time.perf_counter() + seconds, 0
+        while number < STEPS and time.perf_counter() < deadline:
+            for mode in modes:
+                step(mode)
+            number += 1
+        times: list[list[float]] = [[] for _ in modes]
+        counts = torch.zeros(len(modes), 4, dtype=torch.int64, device=self.device)
+        rates = [self.memcpy_rate(again=True)]
+        deadline = time.perf_counter() + seconds
+        while len(times[0]) < 5 or (len(times[0]) < STEPS and time.perf_counter() < deadline):
+            for i, mode in enumerate(modes):
+                before = torch.stack(totals).sum(0)
+                times[i].append(step(mode))
+                counts[i] += torch.stack(totals).sum(0) - before
+        self.rate = statistics.mean([*rates, self.memcpy_rate(again=True)])
+        results: list[dict[str, Any]] = []
+        for mode, taken, count in zip(modes, times, (counts / len(times[0])).tolist(), strict=True):
+            needed, fetched, ahead, dropped = count
+            # the same routing again: all experts are there, or in rows of the call
+            there = statistics.median([step(mode, True) for _ in range(6)][1:])
+            results.append({
+                "seconds": statistics.mean(taken), "median_seconds": statistics.median(taken), "steps": len(taken),
+                "steps_before": number, "copied": fetched + ahead, "needed": needed,
+                "hit_rate": 1 - (fetched + ahead) / needed, "seconds_all_there": there, "memcpy_rate": self.rate,
+            } | ({} if mode.share is None else {"share": mode.share, "ahead": ahead, "dropped": dropped}))  # fmt: skip
+        return results
 
     def settle(self, rows: ExpertRows, layers: int, drawn: Iterator[Tensor]) -> None:
         """Lets cached experts follow a routing for `SETTLING` steps that copy nothing, then copies what rows lack."""
@@ -412,7 +436,7 @@ class Bench:
             weights = torch.rand(T, k, device=device)
             run = self.graph(lambda x=x, ids=ids, weights=weights: compute(x, ids, weights))
             for kind in ("uniform", "zipf"):
-                result = self.steps(rows, ids, run, kind)
+                (result,) = self.steps(rows, layers, [Mode(run)], self.draws(rows, ids, kind))
                 results[f"{kind}, batch {T}"] = result = self.with_limit(result, result["copied"], nbytes)
                 self.report(f"{kind:7} batch {T:2}", result, T)
         T = self.args.prompt
@@ -505,10 +529,15 @@ class Bench:
             )
         return found
 
+    def rows_of(self, runner: ModelRunner) -> ExpertRows:
+        """Rows of the model's experts, whose layers predict whatever the default is."""
+        if self.rows is None:
+            self.rows = runner.expert_rows or rows_on_cpu(runner)
+            predict_experts(runner.whole_model(), AHEAD_LOAD)
+        return self.rows
+
     def time_model(self, runner: ModelRunner, given: Given) -> dict[str, Any]:
-        config, T, rows = self.config, self.args.prompt, runner.expert_rows
-        if rows is None:
-            rows = rows_on_cpu(runner)
+        config, T, rows = self.config, self.args.prompt, self.rows_of(runner)
         layers = len(config.layers)
         E, k = config.n_routed_experts, config.num_experts_per_tok
         nbytes = sum(part[0].nbytes for part in expert_parts(rows.layers[0].state.host))
@@ -534,18 +563,42 @@ class Bench:
             ids = next(self.routings("uniform", layers, batch, k, E))
             guessed = ids.clone()
             given.routings[batch], given.guesses[batch] = list(ids), list(guessed)
-            for guesses in ([None], [Guess(guessed, share) for share in self.args.shares]):
-                if not guesses:
-                    continue
-                with copies_ahead(rows, guesses != [None]), decode_step(runner, batch, T + 1) as run:
-                    for kind in ("uniform", "zipf"):
-                        for guess in guesses:
-                            with runner.op_settings(), torch.inference_mode():
-                                result = self.steps(rows, ids, run, kind, guess, guess is not guesses[0])
-                            name = f"{kind}, batch {batch}" + ("" if guess is None else f", ahead {guess.share}")
-                            results[name] = result = self.with_limit(result, result["copied"], nbytes)
-                            self.report(f"{name:28}", result, batch)
+
+            def time_modes(
+                kind: str, modes: list[Mode], draw: Callable[[Mode, bool], None], batch: int = batch
+            ) -> None:
+                found = self.steps(rows, layers, modes, draw)
+                for mode, result in zip(modes, found, strict=True):
+                    name = f"{kind}, batch {batch}" + ("" if mode.share is None else f", ahead {mode.share}")
+                    results[name] = result = self.with_limit(result, result["copied"], nbytes)
+                    self.report(f"{name:28}", result, batch)
+
+            enabled = [False, *([True] if self.args.shares else [])]
+            with (
+                decode_steps(runner, batch, T + 1, rows, enabled) as steps,
+                runner.op_settings(),
+                torch.inference_mode(),
+            ):
+                modes = [Mode(steps[0].run), *(Mode(steps[1].run, share) for share in self.args.shares)]
+                for kind in ("uniform", "zipf"):
+                    time_modes(kind, modes, self.draws(rows, ids, kind, guessed))
             del given.routings[batch], given.guesses[batch]
+            if not self.args.shares:
+                continue
+            with (
+                decode_steps(runner, batch, T + 1, rows, enabled) as steps,
+                runner.op_settings(),
+                torch.inference_mode(),
+            ):
+
+                def draw_tokens(mode: Mode, again: bool, steps: list[TimedStep] = steps, batch: int = batch) -> None:
+                    if not again:
+                        tokens = torch.randint(config.vocab_size, (batch, 1), device="cpu").tolist()
+                        for step in steps:
+                            step.set_tokens(tokens)
+
+                modes = [Mode(steps[0].run), Mode(steps[1].run, round(results["router"], 3))]
+                time_modes("router", modes, draw_tokens)
         return results
 
     def soak(self, runner: ModelRunner, given: Given) -> dict[str, Any]:
@@ -563,7 +616,7 @@ class Bench:
         given.routings[SOAK_BATCH], given.guesses[SOAK_BATCH] = list(ids), list(guessed)
         rounds: list[dict[str, Any]] = []
         deadline = time.perf_counter() + 60 * self.args.soak
-        with decode_step(runner, SOAK_BATCH, len(text)) as run:
+        with decode_steps(runner, SOAK_BATCH, len(text), self.rows_of(runner), [True]) as (step,):
             while not rounds or time.perf_counter() < deadline:
                 drawn, steps = self.routings("zipf", layers, SOAK_BATCH, k, E, 100 + len(rounds)), 0
                 shift = time.perf_counter() + min(SHIFT_SECONDS, 30 * self.args.soak)
@@ -572,7 +625,7 @@ class Bench:
                         ids.copy_(next(drawn))
                         is_right = torch.rand(ids.shape, device=ids.device) < SOAK_SHARE
                         guessed.copy_(torch.where(is_right, ids, (ids + 1) % E))
-                        run()
+                        step.run()
                     self.synchronize()
                     steps += 1
                 same = all(map(torch.equal, expected, logits()))
@@ -595,18 +648,43 @@ class Bench:
         return result
 
 
+class TimedStep(NamedTuple):
+    """A decode step: a call, and one that sets its tokens ``[[token], ...]``."""
+
+    run: Callable[[], object]
+    set_tokens: Callable[[list[list[int]]], None]
+
+
 @contextmanager
-def decode_step(runner: ModelRunner, batch: int, context: int) -> Iterator[Callable[[], object]]:
-    """A decode step of this number of requests, as a CUDA graph where there can be one."""
+def decode_steps(
+    runner: ModelRunner, batch: int, context: int, rows: ExpertRows, ahead: Sequence[bool]
+) -> Iterator[list[TimedStep]]:
+    """Decode steps of this number of requests, as CUDA graphs where there can be one; ``ahead``: which ones predict."""
+    made: list[TimedStep] = []
     with reserved_sequences(runner, batch, 1, context) as caches:
-        with runner.op_settings(), torch.inference_mode():
-            steps = DecodeGraphs(
-                runner.whole_model(), runner.layout, runner.device, batches=[batch], engram=runner.tables
-            )
-            step = steps.step(steps.size_for([1] * batch, context))
-            tokens = [[(7 * i) % runner.config.vocab_size] for i in range(batch)]
-            step.set_inputs(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
-        yield step.run
+        for enabled in ahead:
+            with runner.op_settings(), torch.inference_mode(), copies_ahead(rows, enabled):
+                steps = DecodeGraphs(
+                    runner.whole_model(), runner.layout, runner.device, batches=[batch], engram=runner.tables
+                )
+                step = steps.step(steps.size_for([1] * batch, context))
+                places = [cache.num_tokens for cache in caches], steps.tables.rows(caches)
+
+                def set_tokens(tokens: list[list[int]], step: Any = step, places: Any = places) -> None:
+                    step.set_inputs(tokens, *places)
+
+                set_tokens([[(7 * i) % runner.config.vocab_size] for i in range(batch)])
+            run = step.run if step.graph is not None else _eager(step.run, rows, enabled)
+            made.append(TimedStep(run, set_tokens))
+        yield made
+
+
+def _eager(run: Callable[[], object], rows: ExpertRows, ahead: bool) -> Callable[[], object]:
+    def call() -> None:
+        with copies_ahead(rows, ahead):
+            run()
+
+    return call
 
 
 def _moved(stacks: Stacks, move: Callable[[Tensor], Tensor]) -> Stacks:
@@ -684,11 +762,11 @@ def shared_experts(hosts: Sequence[Stacks]) -> Iterator[None]:
         loader._load, build.hold_experts, build.available_memory = load, hold, available
 
 
-class Guess(NamedTuple):
-    """A prediction that steps read: ids of the shape of the routing's, of which a ``share`` is right."""
+class Mode(NamedTuple):
+    """Steps to time: a call, and the share of their predictions that is right; None: they predict nothing."""
 
-    ids: Tensor
-    share: float
+    run: Callable[[], object]
+    share: float | None = None
 
 
 @dataclass
@@ -770,7 +848,6 @@ def rows_on_cpu(runner: ModelRunner) -> ExpertRows:
     layers = [module for module in runner.model.layers.modules() if isinstance(module, MoE)]
     rows = ExpertRows.of([layer.experts.stacks() for layer in layers], runner.device, None)
     give_rows(layers, (), rows)
-    predict_experts(runner.whole_model())
     rows.watch(runner.model, runner.config.num_experts_per_tok)
     return rows
 

@@ -45,7 +45,8 @@ def hold_experts(
         budget = free - STEP_BYTES - STEP_BYTES_PER_TOKEN * tokens
     rows = ExpertRows.of([layer.experts.stacks() for layer in layers], device, budget, len(in_turn))
     give_rows(in_turn, drafting, rows)
-    predict_experts(model)
+    if AHEAD_LOAD:
+        predict_experts(model, AHEAD_LOAD)
     rows.watch(model, config.num_experts_per_tok)
     return rows
 
@@ -60,11 +61,14 @@ def give_rows(in_turn: Sequence[MoE], drafting: Sequence[MoE], rows: ExpertRows)
             held.lookup = layer.gate.lookup
 
 
-def predict_experts(model: Backbone) -> None:
-    """Lets layers copy experts of their next layer ahead, where it has a router that scores and rows of its own."""
+def predict_experts(model: Backbone, load: float) -> None:
+    """Lets layers copy experts of their next layer ahead, where it has a router that scores and rows of its own.
+
+    Steps with more pairs of a token and an expert than ``load`` times the experts of a layer do not.
+    """
     for block, following in pairwise(model.layers.values()):
         if isinstance(block.ffn, MoE) and isinstance(following.ffn, MoE) and not following.ffn.gate.hash:
             rows, others = block.ffn.experts.rows, following.ffn.experts.rows
             if isinstance(rows, LayerExperts) and isinstance(others, LayerExperts):
-                most_pairs = int(AHEAD_LOAD * following.ffn.experts.count)
+                most_pairs = int(load * following.ffn.experts.count)
                 rows.next_layer = NextLayer(others, following.expect_experts, most_pairs)

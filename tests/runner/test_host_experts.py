@@ -23,6 +23,7 @@ from deepseek_attn.models.expert_rows import ExpertFormat, cached_experts
 from deepseek_attn.models.host_experts import AHEAD_COPIES, ExpertRows
 from deepseek_attn.models.moe import Gate, MoE
 from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner import host_experts as held_rows
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from tests.kernels.moe.moe_cases import make_case
 from tests.support.drafts import complete
@@ -295,8 +296,9 @@ def test_layers_of_two_formats_have_stacks_of_their_own():
                 assert torch.equal(target.weight[found[experts].long()], source.weight[experts])
 
 
-def test_kernels_are_listed_ahead():
+def test_kernels_are_listed_ahead(monkeypatch):
     """Those of single tokens, which fetch what they need, and of prompts, which count uses alone."""
+    monkeypatch.setattr(held_rows, "AHEAD_LOAD", 0.5)
     pytest.importorskip("triton", reason="the package triton is not installed")
     from deepseek_attn.runner.ahead.recording import recorded_launches
     from deepseek_attn.runner.kernel_list import KernelLists
@@ -321,8 +323,10 @@ def test_kernels_are_listed_ahead():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["tiny_gpu", "tiny_v32", "v41"])
-def test_the_same_bits_on_a_gpu(device, preset):
-    """Graphs, prompts, drafts: everything as with all experts on the GPU."""
+@pytest.mark.parametrize("load", [0.0, 0.5])
+def test_the_same_bits_on_a_gpu(monkeypatch, device, preset, load):
+    """Graphs, prompts, drafts: everything as with all experts on the GPU, with copies ahead and without."""
+    monkeypatch.setattr(held_rows, "AHEAD_LOAD", load)
     options: dict[str, Any] = OPTIONS | {"device": device, "numerics": "serving", "compile_ahead": True}
     preset = tiny_for_kernels() if preset == "v41" else preset
     with ModelRunner.from_config(preset, **options) as runner:
@@ -341,7 +345,7 @@ def test_the_same_bits_on_a_gpu(device, preset):
                         assert torch.equal(got, logits)
                 assert [generated(runner, drafts) for drafts in (0, 1)] == texts_expected
             stats = runner.expert_rows.stats
-            assert stats.ahead + stats.dropped > 0 or preset != "tiny_gpu"
+            assert stats.ahead + stats.dropped > 0 or not load or preset != "tiny_gpu"
 
 
 @pytest.mark.gpu

@@ -40,7 +40,7 @@ def held(runner: ModelRunner, cached: int):
     assert rows.cached >= cached
     assert rows.nbytes <= budget
     give_rows(in_turn, drafting, rows)
-    predict_experts(model)
+    predict_experts(model, 0.5)
     hooks = rows.watch(runner.model, runner.config.num_experts_per_tok)
     try:
         yield rows
