@@ -14,9 +14,10 @@ from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.attention import launch, reference
+    from deepseek_attn.kernels.attention import launch as triton_ops
+    from deepseek_attn.kernels.attention import reference as torch_ops
 else:
-    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
+    triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
 
 def sparse_attention(
@@ -57,7 +58,7 @@ def sparse_attention(
         A row named twice counts twice. A NaN in a valid key reaches the output; rows that no valid index names have no
         effect, NaN included.
     """
-    ops = launch if runs_triton(q) else reference
+    ops = triton_ops if runs_triton(q) else torch_ops
     return ops.sparse_attention(q, kv, indices, scale, sink, lens, d_v, out, max_logits)
 
 
@@ -87,7 +88,7 @@ def sparse_attention_paged(
         normalised: at most 23 times a norm weight.) The launch depends on shapes alone, so a captured CUDA graph
         serves any lengths.
     """
-    return (launch if runs_triton(q) else reference).sparse_attention_paged(q, keys, scale, sink, d_v, out)
+    return (triton_ops if runs_triton(q) else torch_ops).sparse_attention_paged(q, keys, scale, sink, d_v, out)
 
 
 def attend_raw_q(
@@ -125,7 +126,7 @@ def attend_raw_q(
         On a GPU the sum of squares of a head is added up in another order than by `query_norm_rope`, so that a query
         may differ from it in its last bit.
     """
-    ops = launch if runs_triton(raw_q.q) else reference
+    ops = triton_ops if runs_triton(raw_q.q) else torch_ops
     return ops.attend_raw_q(raw_q, keys, scale, sink, groups, pow2_scales, q)
 
 
@@ -144,7 +145,7 @@ def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None
     Raises:
         ValueError: fewer keys than queries, or shapes that disagree.
     """
-    return reference.causal_attention(q, kv, scale, d_v)
+    return torch_ops.causal_attention(q, kv, scale, d_v)
 
 
 def dequantize_and_gather_k_cache(
@@ -173,5 +174,5 @@ def dequantize_and_gather_k_cache(
             on the host, also refuses lengths that exceed a request, the workspace or the block table; on a GPU, where
             nothing waits, rows that do not fit are not copied and entries beyond the block table become zeros.
     """
-    ops = launch if runs_triton(out) else reference
+    ops = triton_ops if runs_triton(out) else torch_ops
     ops.dequantize_and_gather_k_cache(out, record, pool, seq_lens, gather_lens, block_table, block_size, offset)

@@ -22,21 +22,21 @@ from deepseek_attn.kernels.collectives.types import PeerBuffers
 from deepseek_attn.kernels.common.dispatch import LazyModule
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.collectives import launch
+    from deepseek_attn.kernels.collectives import launch as triton_ops
 else:
-    launch = LazyModule(__name__, "launch")
+    triton_ops = LazyModule(__name__, "launch")
 
 
 def all_reduce(x: Tensor, peers: PeerBuffers) -> Tensor:
     """Sum of ``x`` over all ranks, in float32 and rounded once: the same bits on every rank."""
-    return launch.all_reduce(x, peers)
+    return triton_ops.all_reduce(x, peers)
 
 
 def reduce_scatter(x: Tensor, peers: PeerBuffers) -> Tensor:
     """Rank r's ``[n, ...]`` of the sum of ``x [world * n, ...]`` over all ranks, in float32 and rounded once."""
-    return launch.reduce_scatter(x, peers)
+    return triton_ops.reduce_scatter(x, peers)
 
 
 def all_gather(x: Tensor, peers: PeerBuffers) -> Tensor:
     """``x [n, ...]`` of all ranks, concatenated: ``[world * n, ...]``. Any dtype."""
-    return launch.all_gather(x, peers)
+    return triton_ops.all_gather(x, peers)

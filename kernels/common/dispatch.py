@@ -25,10 +25,7 @@ def runs_triton(tensor: torch.Tensor) -> bool:
 
 
 class LazyModule:
-    """Stands for a module of a package until its first use, which imports it: `launch` imports Triton.
-
-    The import binds the module itself to the name that this object had in the package.
-    """
+    """A module of a package, imported when one of its functions is first called: `launch` imports Triton."""
 
     def __init__(self, package: str, name: str):
         vars(self)["_name"] = f"{package}.{name}"

@@ -11,9 +11,10 @@ from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.engram.types import TableRows
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.engram import launch, reference
+    from deepseek_attn.kernels.engram import launch as triton_ops
+    from deepseek_attn.kernels.engram import reference as torch_ops
 else:
-    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
+    triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
 
 def hash_rows(ngrams: Tensor, multipliers: Tensor, primes: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ def hash_rows(ngrams: Tensor, multipliers: Tensor, primes: Tensor) -> Tensor:
 
     Source: DeepSeek-V4.1 ``inference/engram.py``.
     """
-    return reference.hash_rows(ngrams, multipliers, primes)
+    return torch_ops.hash_rows(ngrams, multipliers, primes)
 
 
 def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
@@ -44,7 +45,7 @@ def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
     Raises:
         ValueError: values that are not float8_e4m3fn, or scales that do not fit them.
     """
-    return (launch if runs_triton(rows.values) else reference).dequantize_rows(rows, dtype)
+    return (triton_ops if runs_triton(rows.values) else torch_ops).dequantize_rows(rows, dtype)
 
 
 def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
@@ -67,4 +68,4 @@ def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor
 
     Source: DeepSeek-V4.1 ``inference/engram.py``.
     """
-    return (launch if runs_triton(streams) else reference).gate_streams(streams, kv, q_weight, k_weight, eps)
+    return (triton_ops if runs_triton(streams) else torch_ops).gate_streams(streams, kv, q_weight, k_weight, eps)

@@ -13,9 +13,10 @@ from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.hyper_connection.types import DelayedInput, HyperConnection, SublayerInput, SublayerOutput
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.hyper_connection import launch, reference
+    from deepseek_attn.kernels.hyper_connection import launch as triton_ops
+    from deepseek_attn.kernels.hyper_connection import reference as torch_ops
 else:
-    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
+    triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
 
 def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +35,7 @@ def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return (launch if runs_triton(streams) else reference).hc_pre(streams, hc)
+    return (triton_ops if runs_triton(streams) else torch_ops).hc_pre(streams, hc)
 
 
 def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
@@ -52,7 +53,7 @@ def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnectio
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return (launch if runs_triton(pre) else reference).hc_delayed(streams, pre, hc)
+    return (triton_ops if runs_triton(pre) else torch_ops).hc_delayed(streams, pre, hc)
 
 
 def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
@@ -64,7 +65,7 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return (launch if runs_triton(streams) else reference).hc_collapse(streams, weights, rms_eps, norm)
+    return (triton_ops if runs_triton(streams) else torch_ops).hc_collapse(streams, weights, rms_eps, norm)
 
 
 def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:
@@ -78,7 +79,7 @@ def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: Hype
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return (launch if runs_triton(y) else reference).hc_post_pre(y, streams, post, comb, hc)
+    return (triton_ops if runs_triton(y) else torch_ops).hc_post_pre(y, streams, post, comb, hc)
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return (launch if runs_triton(y) else reference).hc_post(y, streams, post, comb)
+    return (triton_ops if runs_triton(y) else torch_ops).hc_post(y, streams, post, comb)
 
 
 def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
@@ -109,4 +110,4 @@ def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return (launch if runs_triton(streams) else reference).hc_head(streams, hc)
+    return (triton_ops if runs_triton(streams) else torch_ops).hc_head(streams, hc)

@@ -20,9 +20,10 @@ from deepseek_attn.kernels.indexer.types import (
 from deepseek_attn.kernels.latent.types import LatentQueries
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.indexer import launch, reference
+    from deepseek_attn.kernels.indexer import launch as triton_ops
+    from deepseek_attn.kernels.indexer import reference as torch_ops
 else:
-    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
+    triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
 
 def _in_triton(rows: IndexQueryRows) -> bool:
@@ -41,7 +42,7 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     Raises:
         ValueError: an unknown key format; in Triton also tensors that disagree. Triton serves heads of 128 channels.
     """
-    return (launch if _in_triton(rows) else reference).index_query(rows)
+    return (triton_ops if _in_triton(rows) else torch_ops).index_query(rows)
 
 
 def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
@@ -56,7 +57,7 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
     """
-    return (launch if _in_triton(index) else reference).queries(raw_q, index)
+    return (triton_ops if _in_triton(index) else torch_ops).queries(raw_q, index)
 
 
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
@@ -71,7 +72,7 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
     """
-    return (launch if _in_triton(index) else reference).latent_queries(queries, index)
+    return (triton_ops if _in_triton(index) else torch_ops).latent_queries(queries, index)
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -91,7 +92,7 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = tor
     Notes:
         One matrix product per block of rows and keys; scratch is about 16 MiB (`reference.GEMM_BYTES`).
     """
-    return reference.index_scores(q, k, weights, dtype)
+    return torch_ops.index_scores(q, k, weights, dtype)
 
 
 def paged_index_scores(
@@ -117,40 +118,30 @@ def paged_index_scores(
     Raises:
         ValueError: tensors or a record that the kernels do not take.
     """
-    ops = launch if _scored_in_triton(queries) else reference
+    ops = triton_ops if _scored_in_triton(queries) else torch_ops
     return ops.paged_index_scores(queries, keys, num_visible, width, skip, out)
 
 
-def topk_indices(
-    scores: Tensor,
-    lens: Tensor,
-    k: int,
-    out: Tensor | None = None,
-    keys: PagedIndexKeys | None = None,
-    out_slots: Tensor | None = None,
-) -> Tensor:
+def topk_indices(scores: Tensor, lens: Tensor, k: int) -> Tensor:
     """Columns of the ``k`` highest scores among the first ``lens[t]`` columns of each row; exact.
 
     Args:
         scores: float ``[T, N]``; columns past the length may hold anything.
         lens: integer ``[T]`` valid prefix length, clamped to ``0 .. N``.
-        out: int32 ``[T, k]`` with contiguous rows, to write to.
-        keys: the pages whose entries the columns are; needed for ``out_slots``.
-        out_slots: int32 ``[T, k]``, filled with the slots (page * entries + offset) of the selected columns, then -1.
 
     Returns:
         int32 ``[T, k]``: the selected columns in ascending order, then -1. A row with ``lens <= k`` selects all of its
         columns.
 
     Raises:
-        ValueError: shapes or dtypes that disagree, ``out_slots`` without ``keys``.
+        ValueError: shapes or dtypes that disagree.
 
     Notes:
         Ties: the smaller index. NaN counts as -inf; such columns are valid and fill a row only after every other valid
         column. A row depends on nothing but its own scores and length. Triton serves ``k`` up to `MAX_TRITON_TOPK`.
     """
-    ops = launch if runs_triton(scores) and k <= MAX_TRITON_TOPK else reference
-    return ops.topk_indices(scores, lens, k, out, keys, out_slots)
+    ops = triton_ops if runs_triton(scores) and k <= MAX_TRITON_TOPK else torch_ops
+    return ops.topk_indices(scores, lens, k)
 
 
 def index_select(
@@ -166,7 +157,9 @@ def index_select(
     """The ``k`` entries with the highest scores among the first ``num_visible[t]`` of each query's request.
 
     Args:
-        width: upper bound of the entries that a query sees. All other arguments: `paged_index_scores`, `topk_indices`.
+        queries, keys, num_visible: as in `paged_index_scores`; width: upper bound of the entries that a query sees.
+        out: int32 ``[T, k]`` with contiguous rows, to write to.
+        out_slots: int32 ``[T, k]``, filled with the slots (page * entries + offset) of the selected entries, then -1.
         candidates: blocks of entries to keep, or to select from; at least ``k`` visible entries, or all of them, must
             be in those to select from.
 
@@ -174,7 +167,7 @@ def index_select(
         int32 ``[T, k]``: entries local to the request, ascending, then -1.
 
     Raises:
-        ValueError: arguments that `paged_index_scores` or `topk_indices` refuses.
+        ValueError: arguments that `paged_index_scores` refuses, or results of other shapes.
 
     Notes:
         Scores are computed for a block of queries at a time, within `SCORE_BYTES` or for one query. In Triton the
@@ -183,7 +176,7 @@ def index_select(
         `MAX_TRITON_TOPK` entries and candidate blocks; plain torch, for others, waits for lengths.
     """
     selected = max(k, 0 if candidates is None else candidates.kept.shape[1])
-    ops = launch if _scored_in_triton(queries) and selected <= MAX_TRITON_TOPK else reference
+    ops = triton_ops if _scored_in_triton(queries) and selected <= MAX_TRITON_TOPK else torch_ops
     return ops.index_select(queries, keys, num_visible, k, width, out, out_slots, candidates)
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
-from deepseek_attn.kernels.common.checks import INTS, check, given
+from deepseek_attn.kernels.common.checks import INTS, check
 from deepseek_attn.kernels.common.counters import counters_of
 from deepseek_attn.kernels.common.device import FLOATS, GPU, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
@@ -167,6 +167,8 @@ def index_select(
     elif width is None:
         width = keys.block_table.shape[1] * keys.entries
     out = torch.empty(T, k, dtype=torch.int32, device=device) if out is None else out
+    check("out", out, (T, k), torch.int32, rows=True)
+    check("out_slots", out_slots, (T, k), torch.int32, rows=True)
     block = rows_per_block(4 * width, SCORE_BYTES)
     buffer = torch.empty(min(T, block), width, dtype=torch.float32, device=device)
     for start, end in row_blocks(T, block):
@@ -177,11 +179,11 @@ def index_select(
         blocks = None if candidates is None else candidates._replace(kept=candidates.kept[rows])
         if blocks is not None and not blocks.fill:
             candidate_scores(queries.of(rows), block_keys, visible, blocks, k, scores)
-            topk_indices(scores, visible, k, out[rows])
+            launch_topk(scores, visible, out[rows])
             launch_candidate_entries(out[rows], slots, visible, block_keys, blocks)
             continue
         paged_index_scores(queries.of(rows), block_keys, visible, width, k, scores)
-        topk_indices(scores, visible, k, out[rows], block_keys, slots)
+        launch_topk(scores, visible, out[rows], block_keys, slots)
         if blocks is not None:
             keep_blocks(scores, visible, k, blocks)
     return out
@@ -269,6 +271,7 @@ def launch_candidate_entries(
 def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: CandidateBlocks) -> None:
     """Fills ``candidates.kept`` from ``scores [T, W]``, which `paged_index_scores` made with this ``skip``."""
     (T, width), size, kept = scores.shape, candidates.size, candidates.kept
+    check("candidate blocks", kept, (T, "n"), torch.int32, rows=True)
     if kept.numel() == 0:
         return
     count = cdiv(width, size)
@@ -283,22 +286,29 @@ def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: Cand
         BLOCKS=blocks,
         **plan.options,
     )
-    topk_indices(best, counts, kept.shape[1], kept)
+    launch_topk(best, counts, kept)
 
 
-def topk_indices(
-    scores: Tensor, lens: Tensor, k: int, out: Tensor | None = None, keys: PagedIndexKeys | None = None,
-    out_slots: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`kernels.indexer.topk_indices` in Triton, for float32 scores; one launch.
+def topk_indices(scores: Tensor, lens: Tensor, k: int) -> Tensor:
+    """`kernels.indexer.topk_indices` in Triton, for float32 scores."""
+    check("scores", scores, ("T", "W"), torch.float32, rows=True)
+    check("lens", lens, (len(scores),), INTS)
+    if not 0 <= k <= MAX_TRITON_TOPK:
+        raise ValueError(f"k must be in 0 .. {MAX_TRITON_TOPK}, got {k}: use reference.topk_indices for more")
+    return launch_topk(scores, lens, torch.empty(len(scores), k, dtype=torch.int32, device=scores.device))
+
+
+def launch_topk(
+    scores: Tensor, lens: Tensor, out: Tensor, keys: PagedIndexKeys | None = None, out_slots: Tensor | None = None
+) -> Tensor:
+    """Writes the columns of the highest scores to ``out [T, k]``, and with ``keys`` their slots; one launch.
 
     Rows longer than ``capacity`` need scratch: a bit for each score, and 8 bytes for each candidate that a program can
     hold. Programs share a row only where there are few rows; they count arrivals in `counters_of`.
     """
-    out = _checked_topk(scores, lens, k, out, keys, out_slots)
     if not out.numel():
         return out
-    plan = TOPK.plan(TopkProblem(len(scores), scores.shape[1], k), gpu(scores.device))
+    plan = TOPK.plan(TopkProblem(len(scores), scores.shape[1], out.shape[1]), gpu(scores.device))
     (T, W), device, config = scores.shape, scores.device, plan.config
     # the kernel takes pointers even if PAGE disables their use
     table, requests, slots, page_entries = out, lens, out, 0
@@ -387,27 +397,3 @@ def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tenso
     check("token_to_req", token_to_req, (T,))
     check("num_visible", num_visible, (T,))
     return key_format
-
-
-def _checked_topk(
-    scores: Tensor, lens: Tensor, k: int, out: Tensor | None, keys: PagedIndexKeys | None, out_slots: Tensor | None
-) -> Tensor:
-    """The result to write to."""
-    check("scores", scores, ("T", "W"), torch.float32, rows=True)
-    T, W = scores.shape
-    check("lens", lens, (T,), INTS)
-    if not 0 <= k <= MAX_TRITON_TOPK:
-        raise ValueError(f"k must be in 0 .. {MAX_TRITON_TOPK}, got {k}: use reference.topk_indices for more")
-    if out is None:
-        out = torch.empty(T, k, dtype=torch.int32, device=scores.device)
-    check("out", out, (T, k), torch.int32, rows=True)
-    check("out_slots", out_slots, (T, k), torch.int32, rows=True)
-    if out_slots is not None:
-        if keys is None:
-            raise ValueError("out_slots need keys: a block_table, token_to_req and entries per page")
-        check("block_table", keys.block_table, ("B", "P"), rows=True)
-        if keys.block_table.shape[1] * keys.entries < W:
-            table = given(keys.block_table)
-            raise ValueError(f"block_table must be [B, P] with pages of {keys.entries} for {W} columns, got {table}")
-        check("token_to_req", keys.token_to_req, (T,))
-    return out

@@ -16,9 +16,10 @@ from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.indices import launch, reference
+    from deepseek_attn.kernels.indices import launch as triton_ops
+    from deepseek_attn.kernels.indices import reference as torch_ops
 else:
-    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
+    triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
 
 def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: int, offset: int = 0) -> DecodeRows:
@@ -29,7 +30,9 @@ def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: in
         ends: int64 ``[B]``; rows at or beyond them are padding.
         max_len: positions are at most ``max_len - 1``, for which there are tables and rotations.
     """
-    return (launch if runs_triton(starts) else reference).decode_rows(starts, ends, rows_per_request, max_len, offset)
+    return (triton_ops if runs_triton(starts) else torch_ops).decode_rows(
+        starts, ends, rows_per_request, max_len, offset
+    )
 
 
 def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> EntryCounts:
@@ -38,7 +41,7 @@ def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> 
     Args:
         positions: int64 ``[T]``; is_valid: bool ``[T]``.
     """
-    return (launch if runs_triton(positions) else reference).entry_counts(positions, is_valid, ratio, topk)
+    return (triton_ops if runs_triton(positions) else torch_ops).entry_counts(positions, is_valid, ratio, topk)
 
 
 def step_indices(
@@ -63,7 +66,7 @@ def step_indices(
     Raises:
         ValueError: shapes disagree, or a ratio below 1.
     """
-    ops = launch if runs_triton(positions) else reference
+    ops = triton_ops if runs_triton(positions) else torch_ops
     return ops.step_indices(positions, token_to_req, is_valid, token_table, token_page, window, groups, decode_tokens)
 
 
@@ -86,7 +89,7 @@ def compute_global_topk_indices_and_lens(
     Notes:
         Rows are not compacted: ``lens`` is a prefix length only if valid entries come first.
     """
-    ops = launch if runs_triton(topk_indices) else reference
+    ops = triton_ops if runs_triton(topk_indices) else torch_ops
     return ops.compute_global_topk_indices_and_lens(topk_indices, token_to_req, block_table, block_size, is_valid)
 
 
@@ -132,7 +135,7 @@ def combine_topk_swa_indices(
     Raises:
         ValueError: shapes disagree, or workspace indices would not fit in int32.
     """
-    ops = launch if runs_triton(topk_indices) else reference
+    ops = triton_ops if runs_triton(topk_indices) else torch_ops
     return ops.combine_topk_swa_indices(
         topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, M, N, is_valid
     )

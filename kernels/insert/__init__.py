@@ -22,9 +22,10 @@ from deepseek_attn.kernels.insert.types import (
 )
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.insert import launch, reference
+    from deepseek_attn.kernels.insert import launch as triton_ops
+    from deepseek_attn.kernels.insert import reference as torch_ops
 else:
-    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
+    triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
 
 def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
@@ -58,7 +59,7 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    return (launch if runs_triton(tokens.qr) else reference).insert_tokens(tokens, compressors, batch)
+    return (triton_ops if runs_triton(tokens.qr) else torch_ops).insert_tokens(tokens, compressors, batch)
 
 
 def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tensor:
@@ -78,7 +79,7 @@ def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tens
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    return (launch if runs_triton(tokens.qr) else reference).insert_latents(tokens, index)
+    return (triton_ops if runs_triton(tokens.qr) else torch_ops).insert_latents(tokens, index)
 
 
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
@@ -92,7 +93,7 @@ def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    return (launch if runs_triton(part.kv) else reference).compress_latents(part, batch)
+    return (triton_ops if runs_triton(part.kv) else torch_ops).compress_latents(part, batch)
 
 
 def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
@@ -106,7 +107,7 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
     Raises:
         ValueError: rows or a pool that do not fit the record.
     """
-    (launch if runs_triton(rows) else reference).rope_insert(rows, positions, cos_sin, cache)
+    (triton_ops if runs_triton(rows) else torch_ops).rope_insert(rows, positions, cos_sin, cache)
 
 
 def query_norm_rope(raw_q: RawQueries) -> Tensor:
@@ -119,4 +120,4 @@ def query_norm_rope(raw_q: RawQueries) -> Tensor:
         ValueError: ``num_heads`` does not divide the columns of ``q``, or exceeds ``padded_heads``; tensors that
             disagree or that the kernel does not support.
     """
-    return (launch if runs_triton(raw_q.q) else reference).query_norm_rope(raw_q)
+    return (triton_ops if runs_triton(raw_q.q) else torch_ops).query_norm_rope(raw_q)

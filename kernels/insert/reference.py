@@ -91,14 +91,14 @@ def _closing_windows(batch: CompressBatch) -> ClosingWindows:
 
 def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
     """See `kernels.insert.insert_tokens`."""
-    if batch is not None:
-        compress_and_insert(compressors, batch)
     qr = rms_norm(tokens.qr, tokens.eps, tokens.q_weight)
     kv = rms_norm(tokens.kv, tokens.eps, tokens.kv_weight)
     kv = rotate_(kv, freqs_cis_at(tokens.cos_sin, tokens.positions))
     cache = tokens.cache
     cache.record.insert(cache.pool, cache.page_entries, cache.slots, kv)
     _store_quantized(qr, tokens.qr_fp8)
+    if batch is not None:
+        compress_and_insert(compressors, batch)
     return LatentAndKey(qr, kv)
 
 

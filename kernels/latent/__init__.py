@@ -16,9 +16,10 @@ from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.latent.types import LatentQueries, LatentWeight, ProjectedValues
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.latent import launch, reference
+    from deepseek_attn.kernels.latent import launch as triton_ops
+    from deepseek_attn.kernels.latent import reference as torch_ops
 else:
-    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
+    triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
 
 def absorb_queries(queries: LatentQueries) -> Tensor:
@@ -33,7 +34,7 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that disagree, or that the kernel does not support.
     """
-    return (launch if runs_triton(queries.q) else reference).absorb_queries(queries)
+    return (triton_ops if runs_triton(queries.q) else torch_ops).absorb_queries(queries)
 
 
 def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | None = None) -> ProjectedValues:
@@ -52,4 +53,4 @@ def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | No
     Raises:
         ValueError: shapes or dtypes that disagree.
     """
-    return (launch if runs_triton(latents) else reference).project_values(latents, weight, pow2_scales)
+    return (triton_ops if runs_triton(latents) else torch_ops).project_values(latents, weight, pow2_scales)

@@ -20,9 +20,10 @@ from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.formats import FP8_GROUPS, Segment
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.linear import linear, reference
+    from deepseek_attn.kernels.linear import linear as triton_ops
+    from deepseek_attn.kernels.linear import reference as torch_ops
 else:
-    linear, reference = LazyModule(__name__, "linear"), LazyModule(__name__, "reference")
+    triton_ops, torch_ops = LazyModule(__name__, "linear"), LazyModule(__name__, "reference")
 
 
 def _in_triton(segment: Segment) -> bool:
@@ -64,7 +65,7 @@ def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRow
     """
     if not (fused := [segment for segment in segments if _in_triton(segment)]):
         return [_in_torch(x, segment, quantized) for segment in segments]
-    computed = iter(linear.multi_linear(x, fused, quantized))
+    computed = iter(triton_ops.multi_linear(x, fused, quantized))
     return [next(computed) if _in_triton(segment) else _in_torch(x, segment, quantized) for segment in segments]
 
 
@@ -82,7 +83,7 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
     Raises:
         ValueError: K is not a multiple of 128, or x has another rank or dtype.
     """
-    return (linear if runs_triton(x) else reference).quantize_input(x, pow2_scales)
+    return (triton_ops if runs_triton(x) else torch_ops).quantize_input(x, pow2_scales)
 
 
 def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | None:
@@ -93,7 +94,7 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | N
     """
     if not segments or not all(_in_triton(segment) and segment.reads_fp8_once for segment in segments):
         return None
-    return linear.empty_quantized(x, segments)
+    return triton_ops.empty_quantized(x, segments)
 
 
 def grouped_linear(
@@ -117,7 +118,7 @@ def grouped_linear(
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit; positions without cos_sin or the reverse.
     """
-    ops = linear if segment.scale is not None and _in_triton(segment) else reference
+    ops = triton_ops if segment.scale is not None and _in_triton(segment) else torch_ops
     return ops.grouped_linear(o, segment, groups, positions, cos_sin)
 
 
@@ -131,7 +132,7 @@ def grouped_linear_of_quantized(
         weight, scale: FP8 ``[groups * N, K]``, as in `Segment`, of groups of 128.
         dtype: of the output.
     """
-    ops = linear if _in_triton(Segment(weight, scale)) else reference
+    ops = triton_ops if _in_triton(Segment(weight, scale)) else torch_ops
     return ops.grouped_linear_of_quantized(o, weight, scale, dtype)
 
 
@@ -140,5 +141,5 @@ def _in_torch(x: Tensor, segment: Segment, quantized: QuantizedRows | None) -> T
     if segment.scale is None and (out_dtype is None or out_dtype == weight.dtype == x.dtype):
         return in_row_tiles(lambda rows: F.linear(rows, weight), x)
     if batch_invariant():
-        return in_row_tiles(lambda rows: reference.multi_linear(rows, [segment])[0], x)
-    return reference.multi_linear(x, [segment], quantized)[0]
+        return in_row_tiles(lambda rows: torch_ops.multi_linear(rows, [segment])[0], x)
+    return torch_ops.multi_linear(x, [segment], quantized)[0]

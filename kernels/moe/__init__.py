@@ -22,9 +22,10 @@ from deepseek_attn.kernels.moe.types import (
 )
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.moe import launch, reference
+    from deepseek_attn.kernels.moe import launch as triton_ops
+    from deepseek_attn.kernels.moe import reference as torch_ops
 else:
-    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
+    triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
 
 def moe_route(
@@ -60,7 +61,7 @@ def moe_route(
     Raises:
         ValueError: on a GPU, shapes, dtypes or groups that do not fit. Token ids are not checked there.
     """
-    ops = launch if runs_triton(x) else reference
+    ops = triton_ops if runs_triton(x) else torch_ops
     return ops.moe_route(x, weight, topk, score, factor, normalize, bias, groups, hashed, own)
 
 
@@ -111,7 +112,7 @@ def moe_experts(
         number of tokens is large enough for this to be faster. Such a sum may move an intermediate result to the next
         FP8 value: outputs differ from results of exact sums by 0.4 to 0.6 % of the norm (H200).
     """
-    ops = launch if runs_triton(x) and input_format.group in FP8_GROUPS else reference
+    ops = triton_ops if runs_triton(x) and input_format.group in FP8_GROUPS else torch_ops
     return ops.moe_experts(
         x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, num_routed, add_ready, slots
     )
@@ -147,7 +148,7 @@ def fetch_experts(
     Raises:
         ValueError: experts that are not integers, or tensors of the cache that do not fit.
     """
-    return (launch if runs_triton(cache.row) else reference).fetch_experts(cache, experts, stream, prefetched)
+    return (triton_ops if runs_triton(cache.row) else torch_ops).fetch_experts(cache, experts, stream, prefetched)
 
 
 def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
@@ -166,12 +167,12 @@ def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.S
     Raises:
         ValueError: ids that are not integers, more than 8192 of them, or tensors of the cache that do not fit.
     """
-    (launch if runs_triton(cache.row) else reference).prefetch_experts(cache, predicted, stream)
+    (triton_ops if runs_triton(cache.row) else torch_ops).prefetch_experts(cache, predicted, stream)
 
 
 def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
     """Updates ``cache.uses`` as `fetch_experts` with these experts does, and nothing else."""
-    (launch if runs_triton(cache.row) else reference).count_expert_uses(cache, experts)
+    (triton_ops if runs_triton(cache.row) else torch_ops).count_expert_uses(cache, experts)
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -184,4 +185,4 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     Raises:
         ValueError: on a GPU, different shapes.
     """
-    return (launch if runs_triton(gate) else reference).swiglu(gate, up, limit, dtype)
+    return (triton_ops if runs_triton(gate) else torch_ops).swiglu(gate, up, limit, dtype)

@@ -10,9 +10,10 @@ from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.norm.types import NormedSum
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.norm import launch, reference
+    from deepseek_attn.kernels.norm import launch as triton_ops
+    from deepseek_attn.kernels.norm import reference as torch_ops
 else:
-    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
+    triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -25,7 +26,7 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     Raises:
         ValueError: a weight of another shape.
     """
-    return (launch if runs_triton(x) else reference).rms_norm(x, eps, weight)
+    return (triton_ops if runs_triton(x) else torch_ops).rms_norm(x, eps, weight)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, eps: float, weight: Tensor) -> NormedSum:
@@ -38,4 +39,4 @@ def add_rms_norm(x: Tensor, residual: Tensor, eps: float, weight: Tensor) -> Nor
     Raises:
         ValueError: shapes or dtypes that differ.
     """
-    return (launch if runs_triton(x) else reference).add_rms_norm(x, residual, eps, weight)
+    return (triton_ops if runs_triton(x) else torch_ops).add_rms_norm(x, residual, eps, weight)

@@ -11,9 +11,10 @@ from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.sampling import launch, reference
+    from deepseek_attn.kernels.sampling import launch as triton_ops
+    from deepseek_attn.kernels.sampling import reference as torch_ops
 else:
-    launch, reference = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
+    triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 
 
 def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tensor, verify: bool) -> AcceptedDrafts:
@@ -27,7 +28,7 @@ def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tenso
         starts, ends: int64 ``[B]``, positions of a request's rows; rows at or beyond ``ends`` are padding.
         verify: False: every row counts as right, padding left out.
     """
-    return (launch if runs_triton(token_ids) else reference).accept_drafts(token_ids, chosen, starts, ends, verify)
+    return (triton_ops if runs_triton(token_ids) else torch_ops).accept_drafts(token_ids, chosen, starts, ends, verify)
 
 
 def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
@@ -43,4 +44,4 @@ def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     Raises:
         ValueError: on a GPU, logits of another dtype or rank, or an empty vocabulary.
     """
-    return (launch if runs_triton(logits) else reference).greedy_tokens(logits, invalid_token)
+    return (triton_ops if runs_triton(logits) else torch_ops).greedy_tokens(logits, invalid_token)

@@ -21,22 +21,26 @@ def parameters(function: ast.FunctionDef) -> list[str]:
     return [argument.arg for argument in function.args.args]
 
 
-def chosen(function: ast.FunctionDef) -> tuple[str, list[str]] | None:
-    """The module of the kernels between which and ``reference`` a contract chooses, and the arguments it passes on.
-
-    None for a contract that chooses nothing, or does more than that.
-    """
+def chosen(function: ast.FunctionDef) -> list[str] | None:
+    """The arguments that a contract passes on to kernels or reference; None if it does not choose between them."""
     choices = [node for node in ast.walk(function) if isinstance(node, ast.IfExp)]
     call = function.body[-1].value if isinstance(function.body[-1], ast.Return | ast.Expr) else None
-    if not isinstance(call, ast.Call) or [ast.unparse(choice.orelse) for choice in choices] != ["reference"]:
+    if not isinstance(call, ast.Call) or [ast.unparse(choice.orelse) for choice in choices] != ["torch_ops"]:
         return None
     assert isinstance(call.func, ast.Attribute)
     assert call.func.attr == function.name, "a contract calls the function of its own name"
-    return ast.unparse(choices[0].body), [ast.unparse(argument) for argument in call.args]
+    assert ast.unparse(choices[0].body) == "triton_ops"
+    return [ast.unparse(argument) for argument in call.args]
+
+
+def kernels_of(file: Path) -> str:
+    """The module that a family calls ``triton_ops``."""
+    imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    return next(alias.name for node in imports for alias in node.names if alias.asname == "triton_ops")
 
 
 CONTRACTS = [
-    (file.parent, name, *found)
+    (file.parent, name, kernels_of(file), found)
     for file in sorted(KERNELS.glob("*/__init__.py"))
     for name, function in functions(file).items()
     if (found := chosen(function)) is not None

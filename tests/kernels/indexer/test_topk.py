@@ -98,7 +98,7 @@ def test_refuses_wrong_shapes():
     with pytest.raises(ValueError, match="lens"):
         topk_indices(torch.zeros(2, 5), torch.tensor([5]), 1)
     with pytest.raises(ValueError, match="out_slots need keys"):
-        topk_indices(torch.zeros(2, 5), torch.tensor([5, 5]), 1, out_slots=torch.zeros(2, 1, dtype=torch.int32))
+        module.topk_indices(torch.zeros(2, 5), torch.tensor([5, 5]), 1, out_slots=torch.zeros(2, 1, dtype=torch.int32))
 
 
 def test_slots_of_the_selected_columns():
@@ -107,5 +107,5 @@ def test_slots_of_the_selected_columns():
     # the record and the pool are not read
     keys = PagedIndexKeys(make_index_record("fp8", 128), torch.empty(0, 0), 2, table, torch.tensor([1, 0]))
     slots = torch.empty(2, 2, dtype=torch.int32)
-    assert topk_indices(scores, lens, 2, keys=keys, out_slots=slots).tolist() == [[1, 3], [0, -1]]
+    assert module.topk_indices(scores, lens, 2, keys=keys, out_slots=slots).tolist() == [[1, 3], [0, -1]]
     assert slots.tolist() == [[5 * 2 + 1, 0 * 2 + 1], [7 * 2, -1]]

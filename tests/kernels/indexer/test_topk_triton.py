@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
-from deepseek_attn.kernels.indexer.launch import topk_indices
+from deepseek_attn.kernels.indexer.launch import launch_topk, topk_indices
 from deepseek_attn.kernels.indexer.plan import TOPK, TopkConfig, TopkProblem
 from tests.kernels.compiled_launches import ONE, compiled_ops, on_gpus
 
@@ -52,7 +52,7 @@ def test_compiles(arch, shape):
     table, owners = (torch.empty(*size, dtype=torch.int32, device="meta") for size in ((1, W // 64), (T,)))
     scores, slots = torch.empty(T, W, device="meta"), torch.empty(T, k, dtype=torch.int32, device="meta")
     keys = PagedIndexKeys(make_index_record("fp8", 128), slots, 64, table, owners)
-    found = compiled_ops(arch, lambda: topk_indices(scores, owners, k, keys=keys, out_slots=slots), alike=True)
+    found = compiled_ops(arch, lambda: launch_topk(scores, owners, torch.empty_like(slots), keys, slots), alike=True)
     assert set(found) == {"topk_kernel"}
 
 
@@ -149,7 +149,7 @@ def test_small_configs(gpu, config, kind):
         out = torch.full((10, k), HUGE, dtype=torch.int32, device=gpu)
         check_config(config, W, k)
         with forced(config):
-            got = topk_indices(scores, lens, k, out=out)
+            got = launch_topk(scores, lens, out)
         assert torch.equal(got, reference.topk_indices(scores, lens, k))
         assert got.data_ptr() == out.data_ptr()
 
@@ -188,15 +188,15 @@ def test_slots(gpu):
     requests = torch.tensor([3, 0, 0, 2, 1, 3], device=gpu)
     # the record and the pool are not read
     keys = PagedIndexKeys(make_index_record("fp8", 128), torch.empty(0, 0, device=gpu), n, table, requests)
+    expected_slots = torch.full((T, k), HUGE, dtype=torch.int32, device=gpu)
+    expected = reference.topk_indices(scores, lens.to(gpu), k, keys=keys, out_slots=expected_slots)
+    assert int(expected_slots.max()) > n * pages
     for config in SMALL:
-        results = []
-        for op in (topk_indices, reference.topk_indices):
-            slots = torch.full((T, k), HUGE, dtype=torch.int32, device=gpu)
-            with forced(config):
-                results.append((op(scores, lens.to(gpu), k, keys=keys, out_slots=slots), slots))
-        assert torch.equal(results[0][0], results[1][0])
-        assert torch.equal(results[0][1], results[1][1])
-        assert int(results[0][1].max()) > n * pages
+        slots, out = torch.full((2, T, k), HUGE, dtype=torch.int32, device=gpu)
+        with forced(config):
+            launch_topk(scores, lens.to(gpu), out, keys, slots)
+        assert torch.equal(out, expected)
+        assert torch.equal(slots, expected_slots)
 
 
 def test_strided_rows(gpu):
@@ -205,7 +205,7 @@ def test_strided_rows(gpu):
     lens = torch.full((8,), 70, device=gpu)
     out = torch.full((8, 12), HUGE, dtype=torch.int32, device=gpu)
     with forced(SMALL[0]):
-        topk_indices(whole[:, 7:77], lens, 9, out=out[:, 2:11])
+        launch_topk(whole[:, 7:77], lens, out[:, 2:11])
     assert torch.equal(out[:, 2:11], reference.topk_indices(whole[:, 7:77], lens, 9))
     assert out[:, [0, 1, 11]].eq(HUGE).all()
 
@@ -268,12 +268,3 @@ def test_refuses_what_it_cannot_take(gpu):
         topk_indices(scores, lens[:1], 4)
     with pytest.raises(ValueError, match="k must be"):
         topk_indices(scores, lens, 5000)
-    with pytest.raises(ValueError, match="out must be"):
-        topk_indices(scores, lens, 4, out=torch.zeros(2, 4, device=gpu))
-    slots = torch.zeros(2, 4, dtype=torch.int32, device=gpu)
-    with pytest.raises(ValueError, match="out_slots need"):
-        topk_indices(scores, lens, 4, out_slots=slots)
-    table = torch.zeros(1, 1, dtype=torch.int32, device=gpu)
-    keys = PagedIndexKeys(make_index_record("fp8", 128), slots, 32, table, lens)
-    with pytest.raises(ValueError, match="block_table must be"):
-        topk_indices(scores, lens, 4, None, keys, slots)
