@@ -74,8 +74,9 @@ class FileExperts:
         rows = self.row | passing
         return ExpertSlots(to_device([rows.get(expert, 0) for expert in range(count)], self._device, torch.int32))
 
-    def look_ahead(self, hidden: Any, experts: Tensor) -> None:
-        """Nothing is predicted: the host waits for the routing of each layer."""
+    def look_ahead(self, hidden: Any, experts: Tensor) -> bool:
+        """Predicts nothing, and returns False: the host waits for the routing of each layer."""
+        return False
 
     def release(self) -> None:
         """The layer's products are launched; copies of the next layer wait for them in order."""

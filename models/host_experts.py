@@ -121,25 +121,27 @@ class LayerExperts:
         count_expert_uses(self.state, experts)
         return ExpertSlots(self.state.found)
 
-    def look_ahead(self, hidden: Any, experts: Tensor) -> None:
+    def look_ahead(self, hidden: Any, experts: Tensor) -> bool:
         """Predicts experts of the next layer from a hidden state, and copies those that are missing beside all else.
 
-        Not for many tokens, nor for a layer that has all experts, fetched them already or copies all of them.
+        Not for many tokens, nor for a layer that has all experts, fetched them already or copies all of them; returns
+        whether it did.
 
         Args:
             hidden: for `NextLayer.predict`; experts: the routing of this layer, whose copies are launched.
         """
         if self.next_layer is None:
-            return
+            return False
         layer, predict, most_pairs = self.next_layer
         busy = layer.has_all or layer._is_ahead or layer._fetched is not None or layer.known is not None
         if busy or not 0 < experts.numel() <= most_pairs:
-            return
+            return False
         device = layer.state.row.device
         _, chosen = run_beside(
             lambda: prefetch_experts(layer.state, predict(hidden).contiguous(), layer.stream), device
         )
         layer._guessed = _Guess(hidden, chosen)
+        return True
 
     def _wait_for_guess(self) -> bool:
         """Lets the next launches wait until experts to copy ahead are chosen; whether there were any for this call."""

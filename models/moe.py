@@ -219,8 +219,8 @@ class Experts(CheckpointModule):
         if self.rows is None:
             return moe_experts(x, experts, weights, *self.stacks(), *options)
         slots = self.rows.find(experts)
-        if hidden is not None:
-            self.rows.look_ahead(hidden, experts)
+        if hidden is not None and self.rows.look_ahead(hidden, experts):
+            slots = slots._replace(beside_copies=True)
         out = moe_experts(x, experts, weights, *self.rows.stacks, *options, slots=slots)
         self.rows.release()
         return out

@@ -169,7 +169,8 @@ def hopper_product(
     programs = gpu.multiprocessors * tiles.programs
     # A program takes a whole multiprocessor, and its jobs are fixed at launch: one that finds none beside the copying
     # programs starts when the copies end. `COPIES` has more programs than are left free here: measured together.
-    programs -= LEFT_TO_COPIES if problem.beside_copies else 0
+    beside_copies = problem.first_beside_copies if gated else problem.second_beside_copies
+    programs -= LEFT_TO_COPIES if beside_copies else 0
     return HopperProduct(tiling, weight_rows, weight_bytes, programs, registers)
 
 

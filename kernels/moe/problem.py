@@ -28,7 +28,8 @@ class ExpertsProblem:
         row_exponents: FP4 stacks have exponents of their rows.
         aligned: TMA can load the stacks: their addresses are multiples of 16 bytes.
         batch_invariant: the result of a token must not depend on the number of tokens.
-        in_rows: weights are in rows of a cache (``slots``); beside_copies: w2 is copied while the first product runs.
+        in_rows: weights are in rows of a cache (``slots``).
+        first_beside_copies, second_beside_copies: launches copy w2, or other experts, while the product runs.
     """
 
     tokens: int
@@ -44,7 +45,8 @@ class ExpertsProblem:
     aligned: bool = True
     batch_invariant: bool = False
     in_rows: bool = False
-    beside_copies: bool = False
+    first_beside_copies: bool = False
+    second_beside_copies: bool = False
 
     @classmethod
     def of(cls, arguments: ExpertsPass, num_routed: int | None) -> ExpertsProblem:
@@ -58,6 +60,7 @@ class ExpertsProblem:
             arguments.input_format, all(stack.exponent is not None for stack in stacks),
             all(part.data_ptr() % 16 == 0 for part in loaded), batch_invariant(),
             slots is not None, slots is not None and slots.outputs_ready is not None,
+            slots is not None and slots.beside_copies,
         )  # fmt: skip
 
     @property

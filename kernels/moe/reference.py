@@ -109,7 +109,7 @@ def moe_experts(
     slots: ExpertSlots | None = None,
 ) -> Tensor:
     """See `deepseek_attn.kernels.moe.moe_experts`."""
-    for ready in () if slots is None else slots[1:]:
+    for ready in () if slots is None else (slots.gates_ready, slots.outputs_ready):
         if ready is not None:
             ready.wait()
     row_of = None if slots is None else slots.rows.tolist()

@@ -74,11 +74,13 @@ class ExpertSlots(NamedTuple):
         rows: int32 ``[E]``, the row of each expert. Only rows of chosen experts are read.
         gates_ready, outputs_ready: events of another stream that complete the rows of w1 and w3, and of w2: the first
             product, and the second, wait for them. None: earlier launches complete the rows. CUDA only.
+        beside_copies: copies of other experts run beside the second product.
     """
 
     rows: Tensor
     gates_ready: torch.cuda.Event | None = None
     outputs_ready: torch.cuda.Event | None = None
+    beside_copies: bool = False
 
 
 class HostExperts(NamedTuple):

@@ -190,14 +190,16 @@ def test_launches_beside_the_products(tokens, grouping):
     assert not made.hopper[1].tiling.WAIT
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("beside", [(False, False), (True, False), (True, True)])
 def test_products_wait_for_weights_that_are_copied(beside):
     """Also where an event orders them: an edge of a graph lets a launch begin before the one that it follows ends."""
     problem = problem_of(make_case(10, 1024, 512, 32, 6, "fp4", BF16, "meta"))
-    made = plan.plan_experts(replace(problem, in_rows=True, beside_copies=beside), H200)
+    first, second = beside
+    copied = replace(problem, in_rows=True, first_beside_copies=first, second_beside_copies=second)
+    made = plan.plan_experts(copied, H200)
     assert all(product.tiling.WAIT for product in made.hopper)
     rest = [H200.multiprocessors * made.product.config.programs - product.programs for product in made.hopper]
-    assert rest == [plan.LEFT_TO_COPIES if beside else 0] * 2
+    assert rest == [plan.LEFT_TO_COPIES * first, plan.LEFT_TO_COPIES * second]
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
