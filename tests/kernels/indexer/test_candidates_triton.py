@@ -192,7 +192,7 @@ def call(fmt, T):
 @pytest.mark.parametrize(("arch", "variant"), on_gpus(VARIANTS, [("fp8", 1)]), ids=str)
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
 def test_compiles(monkeypatch, arch, variant):
-    for op in ("paged_index_scores", "topk_indices"):
+    for op in ("paged_index_scores", "launch_topk"):
         monkeypatch.setattr(launch, op, lambda *_: None)  # they have compile tests of their own
     found = compiled_ops(arch, lambda: call(*variant))
     assert set(found) == {"candidate_scores_kernel", "block_scores_kernel", "candidate_entries_kernel"}
