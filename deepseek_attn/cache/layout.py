@@ -182,8 +182,8 @@ class CacheLayout:
         if kv_cache_bytes < least:
             raise ValueError(
                 f"kv_cache_bytes={kv_cache_bytes} is too little: one sequence of max_model_len={self.max_model_len} "
-                f"tokens, and the fixed pages of max_num_seqs={self.max_num_seqs} sequences, take {least} bytes; raise "
-                " kv_cache_bytes, or lower max_model_len, max_num_seqs or max_snapshots"
+                f"tokens, and the fixed pages of max_num_seqs={self.max_num_seqs} sequences, take {least} bytes; "
+                "raise kv_cache_bytes, or lower max_model_len, max_num_seqs or max_snapshots"
             )
         if not page_bytes:
             return self
