@@ -23,7 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from deepseek_attn.cache.layout import CacheLayout
-from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, SequenceCache
+from deepseek_attn.cache.manager import CacheManager, SequenceCache
+from deepseek_attn.cache.pages import NULL_PAGE
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics

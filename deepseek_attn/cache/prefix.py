@@ -14,7 +14,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, SequenceCache
+from deepseek_attn.cache.manager import CacheManager, SequenceCache
+from deepseek_attn.cache.pages import NULL_PAGE
 from deepseek_attn.cache.snapshots import Snapshot, SnapshotStore
 from deepseek_attn.utils.turns import in_turn
 

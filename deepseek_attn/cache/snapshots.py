@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_attn.cache.layout import STATE
-from deepseek_attn.cache.manager import CacheManager, OutOfPages, SequenceCache
+from deepseek_attn.cache.manager import CacheManager, SequenceCache
+from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.cache.pools import Pool
 
 

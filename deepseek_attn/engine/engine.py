@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import torch
 
-from deepseek_attn.cache.manager import OutOfPages
+from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.decoding import Accepted, NextToken, Work
 from deepseek_attn.engine.logprobs import keep_scored, with_logprobs

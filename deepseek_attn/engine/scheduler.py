@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from functools import partial
 
-from deepseek_attn.cache.manager import CacheManager, OutOfPages
+from deepseek_attn.cache.manager import CacheManager
+from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.cache.prefix import Match, PrefixCache
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.stats import StepStats

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from deepseek_attn.cache.manager import OutOfPages
+from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.engine.decoding import (
     BROKEN_LOGITS,
     Accepted,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from deepseek_attn.cache.layout import STATE, CacheLayout
-from deepseek_attn.cache.manager import NULL_PAGE, SequenceCache
+from deepseek_attn.cache.manager import SequenceCache
+from deepseek_attn.cache.pages import NULL_PAGE
 from deepseek_attn.utils.device import to_device
 
 

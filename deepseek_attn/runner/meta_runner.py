@@ -12,7 +12,8 @@ import torch
 from deepseek_attn.checkpoint.source import HeaderSource
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner.ahead.request import RunnerRequest
-from deepseek_attn.runner.build import LoadedModel, build_runner
+from deepseek_attn.runner.build import build_runner
+from deepseek_attn.runner.loaded import LoadedModel
 
 META = torch.device("meta")
 

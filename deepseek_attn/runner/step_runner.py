@@ -10,16 +10,17 @@ from typing import TypeVar
 import torch
 
 from deepseek_attn.attention.builder import StepInput
-from deepseek_attn.cache.manager import OutOfPages, SequenceCache
+from deepseek_attn.cache.manager import SequenceCache
+from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.layers.engram import Chunk, Lookup
 from deepseek_attn.layers.parallel import StepNeeds
 from deepseek_attn.models.block import Backbone
 from deepseek_attn.models.moe import MoE
-from deepseek_attn.runner.build import LoadedModel
 from deepseek_attn.runner.drafting import Drafter
 from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeRun
+from deepseek_attn.runner.loaded import LoadedModel
 from deepseek_attn.runner.logprobs import greedy_logprobs, known_logprobs
 from deepseek_attn.runner.step import (
     Batch,

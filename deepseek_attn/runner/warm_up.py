@@ -9,11 +9,11 @@ from itertools import chain
 import torch
 
 from deepseek_attn.attention.builder import StepInput
-from deepseek_attn.cache.manager import NULL_PAGE
+from deepseek_attn.cache.pages import NULL_PAGE
 from deepseek_attn.kernels.sampling import greedy_tokens
-from deepseek_attn.runner.build import LoadedModel
 from deepseek_attn.runner.graph_steps import CapturedStep, StepSize
 from deepseek_attn.runner.graphs import length_bucket
+from deepseek_attn.runner.loaded import LoadedModel
 from deepseek_attn.runner.step import Rows
 from deepseek_attn.runner.trailing import TrailingRows
 

@@ -10,7 +10,8 @@ from deepseek_attn.cache.layout import (
     make_layout,
     ratio_group,
 )
-from deepseek_attn.cache.manager import NULL_PAGE, CacheManager
+from deepseek_attn.cache.manager import CacheManager
+from deepseek_attn.cache.pages import NULL_PAGE
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.cache.records import PlainRecord
 from deepseek_attn.config.model import ModelConfig

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save
 
 from deepseek_attn.cache import files
 from deepseek_attn.cache.files import make_digest
-from deepseek_attn.cache.manager import OutOfPages
+from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.layers.parallel import Parallel
 from tests.cache.runner_cases import NUMERICS, compute, poison_free_pages, runner_of
 from tests.support.small_models import prompt

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from deepseek_attn.cache.layout import STATE, WINDOW
-from deepseek_attn.cache.manager import NULL_PAGE
+from deepseek_attn.cache.pages import NULL_PAGE
 from deepseek_attn.cache.prefix import BlockKeys, PrefixCache
 from tests.cache.manager_cases import C4, advance, make_manager
 from tests.support.interruptions import InterruptBefore

@@ -12,7 +12,8 @@ from deepseek_attn.cache.layout import (
     ratio_group,
     window_pages_per_sequence,
 )
-from deepseek_attn.cache.manager import NULL_PAGE, OutOfPages, PageAllocator, SequenceCache
+from deepseek_attn.cache.manager import SequenceCache
+from deepseek_attn.cache.pages import NULL_PAGE, OutOfPages, PageAllocator
 from tests.cache.manager_cases import (
     C4,
     C16,

@@ -11,7 +11,8 @@ from deepseek_attn.cache.layout import (
     WINDOW_PAGE,
     ratio_group,
 )
-from deepseek_attn.cache.manager import NULL_PAGE, SequenceCache
+from deepseek_attn.cache.manager import SequenceCache
+from deepseek_attn.cache.pages import NULL_PAGE
 from tests.cache.manager_cases import (
     NAN,
     compute,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepseek_attn.cache.layout import STATE, WINDOW
-from deepseek_attn.cache.manager import OutOfPages
+from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.cache.prefix import BlockKeys, PrefixCache
 from deepseek_attn.cache.snapshots import SnapshotStore
 from deepseek_attn.runner import ModelRunner

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from deepseek_attn.cache.manager import OutOfPages
+from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepseek_attn.cache.layout import STATE, WINDOW, ratio_group
-from deepseek_attn.cache.manager import OutOfPages
+from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepseek_attn.cache.manager import OutOfPages
+from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.cache.prefix import PrefixCache
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams

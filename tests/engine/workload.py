@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from deepseek_attn.cache.layout import make_layout
-from deepseek_attn.cache.manager import NULL_PAGE, SequenceCache
+from deepseek_attn.cache.manager import SequenceCache
+from deepseek_attn.cache.pages import NULL_PAGE
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.engine.engine import Engine

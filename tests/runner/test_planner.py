@@ -81,7 +81,8 @@ def test_a_budget_is_used_up(preset):
 def test_a_budget_for_less_than_one_sequence_is_refused():
     config = ModelConfig.from_preset("v4_flash")
     arguments = (config, PRESETS["serving"], torch.bfloat16, 65536, 8, 2048)
-    with pytest.raises(ValueError, match=r"kv_cache_bytes=1000 is too little: .* take (\d+) bytes; raise kv_cache_bytes, or") as error:
+    message = r"kv_cache_bytes=1000 is too little: .* take (\d+) bytes; raise kv_cache_bytes, or"
+    with pytest.raises(ValueError, match=message) as error:
         make_plan(*arguments, kv_cache_bytes=1000)
     least = int(required(re.search(r"take (\d+) bytes", str(error.value)))[1])
     plan = make_plan(*arguments, kv_cache_bytes=least)

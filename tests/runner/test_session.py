@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_attn.cache.manager import OutOfPages
+from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.session import LayerSession

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.config.options import pick_device
     from deepseek_attn.lab.training import MtpTraining, TextTask, make_task, save_checkpoint, train
-    from deepseek_attn.lab.training.loop import check
+    from deepseek_attn.lab.training.settings import check
     from deepseek_attn.lab.training.state import TrainingState
 
     if args.resume and not args.out:
