@@ -202,6 +202,7 @@ GPU_NAMES = ", ".join(GPUS)
 def gpu_facts(text: str) -> GPU:
     """Type of a flag: a name in `GPUS`, or compute capability and multiprocessors, ``9.0:132``."""
     from deepseek_attn.kernels.common.device import GPU
+    from deepseek_attn.kernels.common.dispatch import MIN_CAPABILITY
 
     if text in GPUS:
         return GPU(*GPUS[text])
@@ -210,7 +211,13 @@ def gpu_facts(text: str) -> GPU:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a known GPU: choose from {GPU_NAMES}, or write for instance 9.0:132"
         )
-    return GPU((int(match[1]), int(match[2])), int(match[3]))
+    capability = int(match[1]), int(match[2])
+    if capability < MIN_CAPABILITY:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: kernels need compute capability {'.'.join(map(str, MIN_CAPABILITY))} or later; older GPUs run "
+            "plain torch"
+        )
+    return GPU(capability, int(match[3]))
 
 
 def names(text: str) -> list[str]:

@@ -310,6 +310,7 @@ def test_inspect(checkpoint, place, capsys, flags, message):
         ("warmup --model tiny --gpu 9.0:132 --jobs 0", "--jobs 0: must be 1 to 65536"),
         ("warmup --model tiny --gpu 9.0:0", "'9.0:0' is not a known GPU"),
         ("info --plans tiny --gpu h10", "'h10' is not a known GPU: choose from a100,"),
+        ("info --plans tiny --gpu 7.5:80", "'7.5:80': kernels need compute capability 8.0 or later"),
         ("info --plans none --gpu h100", "none"),
         ("info --plans tiny --gpu h100 --batch 0", "--batch 0: must be at least 1"),
         ("info --plans tiny --gpu h100 --context 4097", "--context 4097: a sequence has at most 4096 tokens"),
