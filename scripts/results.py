@@ -576,38 +576,37 @@ def targets(data: Data) -> list[tuple[str, str, list[str]]]:
     what = "C4A over vLLM's time: V4-Flash, 128K x 128 and 1M x 8; V4-Pro, 128K x 1"
     add(what, 0.80, decode, beside_vllm, scores.format("128 requests"))
     h200 = [row for row in data("h200_topk.json")["rows"] if row.get("run") == 2 and row["kernel"] == "topk_kernel"]
-    sizes, over = ((1, 262144), (8, 262144), (64, 32768)), dict[str, list[float | None]]()
+    sizes, reads = ((1, 262144), (8, 262144), (64, 32768)), dict[str, list[float | None]]()
     for count, width in sizes:
         ours = find(h200, T=count, W=width, k=512, scores="normal")
         other = find(data("h100_topk.json")["rows"], T=count, W=width, k=512, kind="n")
         for card, us in (("H200", ours and ours["us"]), ("H100", other and other["orig"])):
-            over.setdefault(card, []).append(us / (5 + 2 * 4 * count * width / copies[card] * 1e6) if us else None)
+            reads.setdefault(card, []).append(us / (5 + 2 * 4 * count * width / copies[card] * 1e6) if us else None)
     what = "`topk_indices` of 1 and 8 x 262,144 and 64 x 32,768 over two reads and 5 us"
-    add(what, 1.0, over, ["h200_topk.json", "h100_topk.json", "h100_counters.json"], "topk 8x262144 k=512")
+    add(what, 1.0, reads, ["h200_topk.json", "h100_topk.json", "h100_counters.json"], "topk 8x262144 k=512")
     v41 = data("h200_v41_layers.json")["rows"]
     kinds = list(dict.fromkeys(row["kind"] for row in v41 if row["model"] == "v41_flash"))
-    for batch in (1, 32):
-        ratios = []
-        for kind in kinds:
-            at = {"model": "v41_flash", "kind": kind, "batch": batch, "version": "now"}
-            pair = [find(v41, **at, numerics=numerics) for numerics in ("official", "serving")]
-            ratios += [pair[0]["microseconds"] / pair[1]["microseconds"]] if pair[0] and pair[1] else []
-        if ratios:
-            what = f"V4.1-Flash's layers, `official` over `serving`, B = {batch}: {', '.join(kinds)}"
-            add(what, 1.5, {"H200": ratios}, ["h200_v41_layers.json"])
-    v4 = {
-        row["kind"]: row["microseconds"] / row["floor_us"]
-        for row in v41
-        if (row["model"], row["batch"]) == ("v4_flash", 1)
+    over = []
+    for batch, kind in [(batch, kind) for batch in (1, 32) for kind in kinds]:
+        at = {"model": "v41_flash", "kind": kind, "batch": batch}
+        pair = [find(v41, **at, numerics=numerics) for numerics in ("official", "serving")]
+        over += [pair[0]["microseconds"] / pair[1]["microseconds"]] if pair[0] and pair[1] else []
+    what = f"V4.1-Flash's layers, `official` over `serving`, B = 1, then 32: {', '.join(kinds)}"
+    add(what, 1.5, {"H200": over}, ["h200_v41_layers.json"])
+    points = {"model": "v41_flash", "numerics": "serving", "batch": 1}
+    alone = find(data("h200_v41.json")["v4"], kind="C4A", batch=1, context=8192)
+    c4a = find(cards["H200"], phase="decode", model="flash", kind="c4a", context=8192, batch=1)
+    swa = find(v41, model="v4_flash", kind="SWA", batch=1)
+    like = {
+        "SWA": swa and swa["microseconds"] / swa["floor_us"],
+        "C4A": alone and c4a and c4a["ours_us"] / alone["floor_us"],
     }
-    if v4:
-        target = v4["C4A"]
-        ratios = [
-            row["microseconds"] / row["floor_us"]
-            for row in v41 if (row["model"], row["numerics"], row["batch"]) == ("v41_flash", "serving", 1)
-        ]  # fmt: skip
-        what = f"V4.1-Flash's layers, x floor, at most V4-Flash's C4A, B = 1: {', '.join(kinds)}"
-        add(what, round(target, 2), {"H200": ratios}, ["h200_v41_layers.json"])
+    over = []
+    for kind in kinds:
+        row, other = find(v41, **points, kind=kind), like["C4A" if kind.endswith(("full", "reindex")) else "SWA"]
+        over += [row["microseconds"] / row["floor_us"] / other] if row and other else []
+    what = f"x floor of V4.1-Flash's {', '.join(kinds)} over that of V4-Flash's SWA or C4A, B = 1, 8K"
+    add(what, 1.0, {"H200": over}, ["h200_v41_layers.json", "h200_v41.json", "h200_beside_vllm.json"])
     return rows
 
 
@@ -679,6 +678,10 @@ def checks(data: Data) -> Subject:
     wrong = [row["sglang_fp8_error"] for row in sglang]
     many = f"{min(over):.2f} to {max(over):.2f} of FlashMLA's time, {min(wrong):.1%} to {max(wrong):.1%} from float32"
     add("SGLang's FP8 prefill attention, H200 ([notebook](notebook.md))", many, "h200_prefill_fp8.json")
+    found = data("h200_v41_experts.json")["experts"]
+    many = ", ".join(f"{row['tokens']}: {time(row['us'])}" for row in found)
+    name = f"V4.1-Flash's routed experts by tokens, us, `{found[0]['kernel']}`, H200"
+    add(name, many, "h200_v41_experts.json")
     count = len(data("h200_experts.json")["rows"])
     add("Experts beside Humming, versions and tiles, H200", f"{count} times", "h200_experts.json")
     tried = ("h200_few_tokens.json", "h200_layer_choices.json", "h200_layer_linears.json", "h200_attend_heads.json",
