@@ -29,6 +29,7 @@ from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.split import check_split
 from deepseek_attn.models.expert_rows import FILE_AREAS, HOST_AREAS
 from deepseek_attn.runner.expert_files import FREE_SHARE
+from deepseek_attn.runner.host_experts import STEP_BYTES, STEP_BYTES_PER_TOKEN
 from deepseek_attn.runner.memory import RunnerMemory
 from deepseek_attn.runner.planner import Plan, make_plan, sequences_that_fit, tokens_that_fit
 from deepseek_attn.utils.device import available_memory, total_memory
@@ -103,7 +104,7 @@ class PlanFacts:
         if sizes is not None and args.device is not None:
             facts["experts"] = self.cpu_experts(sizes, plan)
         elif sizes is not None and "gpu" in facts:
-            facts["experts"] = found = self.gpu_experts(sizes, facts["gpu"]["total"])
+            facts["experts"] = found = self.gpu_experts(sizes, facts["gpu"]["parts"])
             chosen = next(row for row in found["settings"] if row["memory"] == self.memory.kind)
             held = chosen["device_bytes"] - facts["gpu"]["total"] + sizes.total
             parts = facts["gpu"]["parts"]
@@ -125,15 +126,18 @@ class PlanFacts:
         """Bytes of the host."""
         return self.args.host_memory or available_memory()
 
-    def gpu_experts(self, sizes: ExpertSizes, total: int) -> dict[str, Any]:
+    def gpu_experts(self, sizes: ExpertSizes, parts: dict[str, int]) -> dict[str, Any]:
         """Facts of each placement of routed experts for a model on GPUs.
 
         Args:
-            total: bytes of a GPU that holds all experts of one rank.
+            parts: bytes of a GPU that holds all experts of one rank, by use.
         """
-        args, machine = self.args, self.machine
+        args, machine, total = self.args, self.machine, sum(parts.values())
         ranks = min(args.ranks, args.gpus_per_host)
         free = machine.memory - (total - sizes.total)
+        # as a runner leaves it, which does not know what its steps will take
+        of_steps = sum(parts[name] for name in ("step", "graphs", "cublas", "allocator"))
+        left = min(free, free + of_steps - STEP_BYTES - STEP_BYTES_PER_TOKEN * args.max_num_batched_tokens)
         layout = RankLayout(args.ranks, self.dp_attention, args.gpus_per_host)
         model = RankModel(self.config, self.numerics, self.dtype, layout, machine)
         bus = machine.rates["bus"]
@@ -142,7 +146,7 @@ class PlanFacts:
             "cached": sizes.experts, "hit_rate": 1.0, "rate": None, "steps": [], "prompt": None,
         }]  # fmt: skip
         for memory, areas, rate in ((HOST, HOST_AREAS, bus), (DISK, FILE_AREAS, min(bus, args.disk_rate))):
-            budget = min(free, args.expert_cache_bytes or free)
+            budget = min(free, args.expert_cache_bytes or left)
             cached, held = sizes.on_gpu(budget, areas)
             ahead = memory == HOST
             copied = machine.rates["copy_engine"] if ahead else rate
