@@ -33,11 +33,8 @@ def _in_triton(segment: Segment) -> bool:
         return False
     if scale is None:
         return weight.dtype in (torch.bfloat16, torch.float16)
-    return (
-        weight.dtype == torch.float8_e4m3fn
-        and scale.dtype == torch.float32
-        and segment.input_format.group in FP8_GROUPS
-    )
+    is_fp8 = weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+    return is_fp8 and segment.input_format.group in FP8_GROUPS
 
 
 def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None = None) -> list[Tensor]:
