@@ -80,21 +80,37 @@ def canonical_name(name: str) -> str:
     Accepts the names of transformers, a ``model.`` prefix, and ``self_attn``, ``mlp``, ``weight_scale_inv`` and
     ``e_score_correction_bias`` in otherwise published names. Packed experts stay packed (see ``CanonicalSource``).
     """
-    return rename(name.removeprefix("model."), (*RULES, *READ_ONLY_RULES, SAVED_KV_NORM))
+    return _canonical(name.removeprefix("model."))
 
 
-def rename(name: str, rules: Rules) -> str:
-    """``name`` with the rules applied that fit, from the first to the last."""
-    dotted = f".{name}."
-    for stored, published in rules:
-        dotted = dotted.replace(stored, published)
-    return dotted[1:-1]
+def renaming(rules: Rules) -> Callable[[str], str]:
+    """A function that gives a name after all rules that fit, from the first to the last."""
+    any_rule = re.compile("|".join(re.escape(stored) for stored, _ in rules))
+
+    def rename(name: str) -> str:
+        dotted = f".{name}."
+        if any_rule.search(dotted) is None:  # as for most names of published checkpoints
+            return name
+        for stored, published in rules:
+            dotted = dotted.replace(stored, published)
+        return dotted[1:-1]
+
+    return rename
 
 
-def rename_back(published: str, rules: Rules) -> str:
-    """The inverse of `rename`; a scale gets the name that transformers gives it."""
-    name = rename(published, tuple((ours, stored) for stored, ours in reversed(rules)))
-    return name.removesuffix("scale") + "weight_scale_inv" if published.endswith(".scale") else name
+def renaming_back(rules: Rules) -> Callable[[str], str]:
+    """The inverse of `renaming`; a scale gets the name that transformers gives it."""
+    rename = renaming(tuple((ours, stored) for stored, ours in reversed(rules)))
+
+    def rename_back(published: str) -> str:
+        name = rename(published)
+        return name.removesuffix("scale") + "weight_scale_inv" if published.endswith(".scale") else name
+
+    return rename_back
+
+
+_canonical = renaming((*RULES, *READ_ONLY_RULES, SAVED_KV_NORM))
+_back = renaming_back(RULES)
 
 
 def hf_name(published: str) -> str:
@@ -103,7 +119,7 @@ def hf_name(published: str) -> str:
     Experts get one name each (``…mlp.experts.3.gate_proj.weight``); a transformers module has them packed, see
     ``hf_state_dict``.
     """
-    name = rename_back(published, RULES)
+    name = _back(published)
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 

@@ -13,8 +13,8 @@ from deepseek_attn.checkpoint.names import (
     EXPERT_RULES,
     READ_ONLY_RULES,
     Rules,
-    rename,
-    rename_back,
+    renaming,
+    renaming_back,
 )
 
 # (checkpoint, model), as whole dotted segments. The indexer's own ``wq_b`` has that name in both.
@@ -29,13 +29,15 @@ RULES: Rules = (
     (".attn.o_proj.", ".attn.wo."),
     *EXPERT_RULES,
 )
+_canonical = renaming((*RULES, *READ_ONLY_RULES))
+_back = renaming_back(RULES)
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _MTP = re.compile(r"mtp\.(\d+)\.(.+)")
 
 
 def canonical_name_v32(name: str, num_hidden_layers: int) -> str:
     """The model's name of a checkpoint tensor; unknown names come back with the rules applied that fit."""
-    name = rename(name.removeprefix("model."), (*RULES, *READ_ONLY_RULES))
+    name = _canonical(name.removeprefix("model."))
     if name == "lm_head.weight":
         return "head.weight"
     layer = _LAYER.fullmatch(name)
@@ -53,4 +55,4 @@ def published_name_v32(name: str, num_hidden_layers: int) -> str:
     if mtp is not None:
         rest = "shared_head.norm.weight" if mtp[2] == "norm.weight" else mtp[2]
         name = f"layers.{num_hidden_layers + int(mtp[1])}.{rest}"
-    return f"model.{rename_back(name, RULES)}"
+    return f"model.{_back(name)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +21,7 @@ from deepseek_attn.models.host_experts import STREAM_LOAD
 from deepseek_attn.utils.sizes import largest
 
 HIT_RATES = (0.3, 0.6, 0.9)
+EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class ExpertSizes:
     @classmethod
     def of(cls, config: AnyConfig, numerics: Numerics, dtype: torch.dtype, ranks: int = 1) -> ExpertSizes | None:
         """The sizes of a config whose checkpoint is published; None for a model without experts."""
-        first = [(name, recipe) for name, recipe in _tensors(config) if ".experts.0." in name]
+        first = [(name, recipe) for name, recipe in _tensors(config, experts="0") if ".experts." in name]
         if not first:
             return None
         layers = {name.partition(".ffn.")[0] for name, _ in first}
@@ -74,9 +76,13 @@ class ExpertSizes:
         return self.layers * self.experts * self.nbytes
 
 
-def _tensors(config: AnyConfig) -> Iterator[tuple[str, Recipe]]:
+def _tensors(config: AnyConfig, experts: str) -> Iterator[tuple[str, Recipe]]:
+    """All tensors under their canonical names; of routed experts those with this number alone, if any."""
     rename = canonical_names(config)
-    return ((rename(name), recipe) for name, recipe in published_tensors(config))
+    for name, recipe in published_tensors(config):
+        routed = EXPERT_NUMBER.search(name)
+        if routed is None or routed[1] == experts:
+            yield rename(name), recipe
 
 
 @dataclass(frozen=True)
@@ -167,8 +173,8 @@ class OtherWeights:
     @classmethod
     def of(cls, config: AnyConfig, numerics: Numerics, dtype: torch.dtype) -> OtherWeights:
         nbytes = quantized = multiplied = 0
-        for name, recipe in _tensors(config):
-            if ".ffn.experts." in name or recipe.kind == ROWS:  # tables stay in the checkpoint
+        for name, recipe in _tensors(config, experts=""):
+            if recipe.kind == ROWS:  # tables stay in the checkpoint
                 continue
             count, matrix = prod(recipe.shape), recipe.kind in ("quantized", "linear")
             multiplied += count * (matrix and not name.startswith("mtp."))

@@ -313,7 +313,7 @@ class ModelWork:
 
     def head(self, rows: int) -> FloorWork:
         """Work of the output head: from hidden states (all streams) of ``rows`` tokens to float32 logits."""
-        found = _model_tensors(self.config).items()
+        found = (tensor for tensors in _tensors_by_layer(self.config).values() for tensor in tensors)
         work = self.weights(tuple((name, recipe) for name, recipe in found if name.startswith(HEAD_TENSORS)), rows)
         work += self._activations(rows, inputs=getattr(self.config, "hc_mult", 1))
         return work + FloorWork({"logits": 4 * rows * self.config.vocab_size})
@@ -353,16 +353,26 @@ def attention_tensors(config: AnyConfig, layer: str) -> Tensors:
 
 
 def tensors_below(config: AnyConfig, prefix: str) -> Tensors:
-    """Name after ``prefix`` and recipe of the model's tensors with that prefix; of routed experts, only number 0."""
-    found = _model_tensors(config).items()
+    """Name after ``prefix`` and recipe of a layer's tensors with that prefix; of routed experts, only number 0."""
+    found = _tensors_by_layer(config).get(_layer_of(prefix), ())
     return tuple((name.removeprefix(prefix), recipe) for name, recipe in found if name.startswith(prefix))
 
 
+def _layer_of(name: str) -> str:
+    """``layers.3`` of a tensor of that layer."""
+    return ".".join(name.split(".", 2)[:2])
+
+
 @lru_cache(maxsize=4)
-def _model_tensors(config: AnyConfig) -> dict[str, Recipe]:
+def _tensors_by_layer(config: AnyConfig) -> dict[str, list[tuple[str, Recipe]]]:
     rename = canonical_names(config)
     others = re.compile(r"\.experts\.[1-9]")
-    return {rename(name): recipe for name, recipe in published_tensors(config) if not others.search(name)}
+    found: dict[str, list[tuple[str, Recipe]]] = {}
+    for name, recipe in published_tensors(config):
+        if not others.search(name):
+            name = rename(name)
+            found.setdefault(_layer_of(name), []).append((name, recipe))
+    return found
 
 
 @dataclass(frozen=True)
