@@ -28,13 +28,10 @@ class LazyModule:
     """A module of a package, imported when one of its functions is first called: `launch` imports Triton."""
 
     def __init__(self, package: str, name: str):
-        vars(self)["_name"] = f"{package}.{name}"
+        self._name = f"{package}.{name}"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(import_module(self._name), name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(import_module(self._name), name, value)
 
 
 def reference_ops(enabled: bool = True) -> AbstractContextManager[bool]:

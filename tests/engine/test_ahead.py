@@ -198,6 +198,7 @@ def test_drawn_tokens_wait(runner, runs):
     assert generate(runner, PROMPTS[:2], params) == found
 
 
+@exhaustive_on_cpu
 def test_no_page_left(runner, runs, monkeypatch):
     """Room for each step, and never for the one after it."""
     expected = generate(runner, PROMPTS, [greedy(10)] * 4)

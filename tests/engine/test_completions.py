@@ -71,6 +71,7 @@ def test_each_completion_has_its_own_random_numbers(llm, expected):
     assert leaked(llm.engine) == {}
 
 
+@exhaustive_on_cpu
 def test_more_completions_than_run_at_once(llm):
     [few] = llm.generate([PROMPTS[1]], PARAMS)
     [many] = llm.generate([PROMPTS[1]], replace(PARAMS, n=11))

@@ -29,7 +29,7 @@ from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.stats import StepStats
 from deepseek_attn.text.tokenizer import Tokenizer
 from tests.support.interruptions import InterruptBefore
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required, untyped
 
 OPTIONS: dict[str, Any] = {
@@ -91,6 +91,7 @@ def test_batch_equals_each_alone(llm, free_pages):
         assert len(together[index].token_ids) == p.max_tokens
 
 
+@exhaustive_on_cpu
 @pytest.mark.exhaustive
 def test_each_prompt_as_soon_as_it_is_done(llm, free_pages):
     """With the index that it would have in a list, or its own; the same tokens as in a list."""
@@ -103,6 +104,7 @@ def test_each_prompt_as_soon_as_it_is_done(llm, free_pages):
     assert list(llm.generate_iter(own, params)) == [found[5], found[2]]
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("max_in_flight", tiered([None, 1, 5], [None]))
 def test_prompts_are_taken_as_there_is_room_and_not_kept(llm, free_pages, max_in_flight):
     taken, limit = [], max_in_flight or OPTIONS["max_num_seqs"]

@@ -396,13 +396,18 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def recorded(llm) -> TokenRecords:
+    """Records of the first prompt."""
+    return required(llm.generate([PROMPTS[0]], greedy(2), **ALL)[0].records)
+
+
 @pytest.mark.parametrize("case", list(WRONG))
-def test_wrong_replays_are_refused_before_anything_runs(llm, case):
-    records = llm.generate([PROMPTS[0]], greedy(2), **ALL)[0].records
+def test_wrong_replays_are_refused_before_anything_runs(llm, recorded, case):
     steps = llm.engine.stats.steps
     wrong, message = WRONG[case]
     with pytest.raises(ValueError, match=f"prompt 1: .*{message}"):
-        llm.generate([PROMPTS[1], PROMPTS[0]], greedy(2), replay=[None, wrong(records)])
+        llm.generate([PROMPTS[1], PROMPTS[0]], greedy(2), replay=[None, wrong(recorded)])
     assert llm.engine.stats.steps == steps
 
 
@@ -424,7 +429,7 @@ def test_wrong_options_are_refused(llm, options, message):
 def test_models_without_an_indexer_have_no_selections():
     config = v32_cases.small("deepseek_v3")
     runner = v32_cases.make_runner(config, max_model_len=64)
-    with pytest.raises(ValueError, match=r"selections: none of the layers .* has an indexer"):
+    with pytest.raises(ValueError, match=r"selections: the layers .* lack an indexer"):
         runner.record_options(selections=True)
     [_], [records] = runner.score_records([range(9)], runner.record_options(routes=True))
     assert required(records).route_layers == (1,)

@@ -24,7 +24,6 @@ ONE = 3 * 2048 * 4096  # values of an expert of V4-Flash
 FP4 = ONE // 2 + ONE // 32
 
 
-@pytest.mark.exhaustive
 def test_sizes_of_published_experts():
     serving = ExpertSizes.of(FLASH, numerics_for(FLASH, "serving"), torch.bfloat16)
     rows = 2048 + 2048 + 4096  # each with an exponent
@@ -149,7 +148,6 @@ def test_plan_says_whether_the_bus_was_measured(gpu, words, capsys):
     assert f"bus: PCI Express 5.0 x16 at {words}" in capsys.readouterr().out
 
 
-@pytest.mark.exhaustive
 def test_steps_on_a_cpu_wait_for_the_disk_only_if_it_is_slower():
     numerics = numerics_for(FLASH, "official")
     sizes, others = ExpertSizes.of(FLASH, numerics, torch.float32), OtherWeights.of(FLASH, numerics, torch.float32)

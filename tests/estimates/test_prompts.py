@@ -10,10 +10,8 @@ from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.estimates.prompts import prompt_groups
-from tests.support.tiers import EXHAUSTIVE
 
 
-@EXHAUSTIVE
 def test_groups_of_the_published_model():
     config = ModelConfig.from_preset("v41_flash")
     groups = prompt_groups(config, numerics_for(config, "serving"), torch.bfloat16, 8192, 16)

@@ -149,6 +149,7 @@ def test_score_in_chunks_of_awkward_sizes(fake, ratio):
     assert fake.calls.prefill
 
 
+@exhaustive_on_cpu
 def test_score_with_serving_numerics_and_an_mtp_layer(fake):
     machine = runner([0, 4, 16], "flashmla", mtp=1, numerics="serving")
     beside = Beside(machine)

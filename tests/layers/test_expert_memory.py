@@ -19,6 +19,7 @@ from deepseek_attn.models.moe import Experts
 from deepseek_attn.utils import device as device_module
 from deepseek_attn.utils.device import available_memory, pinned_empty
 from tests.support.small_models import small_config, small_runner
+from tests.support.tiers import exhaustive_on_cpu
 from tests.support.typed import required
 
 MIB = 2**20
@@ -156,6 +157,7 @@ def file_pages() -> int:
     return int(required(re.search(r"RssFile:\s+(\d+)", Path("/proc/self/status").read_text()))[1]) * 1024
 
 
+@exhaustive_on_cpu
 def test_loading_keeps_no_pages_of_the_files(tmp_path):
     """Whole tensors, parts of packed ones, and shards of both dimensions."""
     if not Path("/proc/self/status").exists():

@@ -321,6 +321,7 @@ def test_ragged_batch_equals_each_alone():
         assert_close(logits, runner.score([tokens])[0], SAME)
 
 
+@exhaustive_on_cpu
 def test_rows_reordered_between_steps():
     """Decodes and prefills mixed, in another order and another company in each step."""
     runner = shared_runner(MIXED)

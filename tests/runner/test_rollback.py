@@ -18,7 +18,7 @@ from tests.support.invariance_cases import (
     shared_runner,
 )
 from tests.support.small_models import assert_close, prompt
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 
 
@@ -182,6 +182,7 @@ def test_fork_in_one_batch():
         assert_close(torch.cat([required(step)[i] for step in rows]), expected, SAME)
 
 
+@exhaustive_on_cpu
 def test_truncated_fork_leaves_its_parent_alone():
     runner = shared_runner(MIXED)
     tokens, suffix = prompt(runner.config, 150, seed=6), prompt(runner.config, 20, seed=7)

@@ -205,7 +205,7 @@ def test_transformers_disagrees_with_itself_where_few_index_heads_tie():
 # in one go and in pieces
 
 
-@pytest.fixture(params=["deepseek_v32", "deepseek_v3"])
+@pytest.fixture(params=tiered(["deepseek_v32", "deepseek_v3"], ["deepseek_v32"], quick_on_gpu=["deepseek_v3"]))
 def model_type(request) -> str:
     return request.param
 

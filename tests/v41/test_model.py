@@ -19,7 +19,7 @@ from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.session import LayerSession
 from deepseek_attn.testing import poison_caches
 from tests.support.small_models import assert_close, prompt
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 from tests.support.v41_cases import TOLERANCE, assert_clear, make_runner, oracle_of, random_schedule, tiny
 
@@ -83,6 +83,7 @@ def test_other_routers_equal_brute_force(changes):
     assert_close(make_runner(config, source).score([tokens])[0], expected, TOLERANCE)
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("seed", tiered(range(8), [1]))
 def test_random_schedules(seed):
     config = tiny(**random_schedule(random.Random(seed)))

@@ -146,7 +146,11 @@ CASES = [(name, back, "all") for name in SCHEDULES for back in (0, 3)]
 
 @pytest.mark.parametrize(
     ("name", "rollback", "which"),
-    tiered(CASES + [(*case, "edges") for case in QUICK], [(*case, "edges") for case in QUICK]),
+    tiered(
+        CASES + [(*case, "edges") for case in QUICK],
+        [(*case, "edges") for case in QUICK[:2]],
+        quick_on_gpu=[(*case, "edges") for case in QUICK[2:]],
+    ),
 )
 def test_results_at_the_end_of_a_prompt_equal_brute_force(name, rollback, which):
     """Prompts of as many tokens as rows are needed, and around each window's edge; then a window of decodes."""
@@ -243,6 +247,7 @@ def test_upper_layers_compute_no_other_rows(chunk):
     assert set(counts.values()) == {50}
 
 
+@exhaustive_on_cpu
 def test_without_ends_every_step_has_results():
     model = model_of("five above")
     runner = model.runner()
@@ -254,9 +259,10 @@ def test_without_ends_every_step_has_results():
     assert sequence.cache.exact_from == 71 - 16
 
 
-def test_sequences_in_one_step():
+@pytest.mark.parametrize("name", tiered(["two above, pairs", "tiny"], ["two above, pairs"], quick_on_gpu=["tiny"]))
+def test_sequences_in_one_step(name):
     """Decodes beside prompts that begin, go on, end, are scored or are computed as a whole, with and without rows."""
-    model, draw = model_of("tiny"), random.Random(1)
+    model, draw = model_of(name), random.Random(1)
     runner = model.runner(max_rollback=2)
     tokens = [model.tokens[:length] for length in (72, 61, 30, 72, 55, 44)]
     ends, sequences, place = [72, 61, 30, 72, 55, 44], [runner.sequence(part) for part in tokens], 0

@@ -14,6 +14,7 @@ from deepseek_attn.kernels.hyper_connection import launch as hc
 from deepseek_attn.kernels.hyper_connection.plan import MANY_TOKENS
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import ONE, compiled_ops, on_gpus, ptxas_report
+from tests.support.tiers import exhaustive_on_cpu
 from tests.support.typed import required
 
 NAN = float("nan")
@@ -173,6 +174,7 @@ def test_it_compiles(tmp_path, arch, step):
             assert " 0 bytes spill stores" in ptxas_report(kernel, tmp_path)
 
 
+@exhaustive_on_cpu
 def test_few_variants_serve_all_numbers_of_tokens():
     """Splits depend on the number of tokens; a kernel is compiled for powers of two of them, not for each number."""
     found = set()

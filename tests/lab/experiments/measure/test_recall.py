@@ -11,7 +11,7 @@ from deepseek_attn.lab.experiments.measure.quality import by_position, compare
 from deepseek_attn.lab.experiments.measure.recall import measure_recall
 from deepseek_attn.layers.rope import apply_rope
 from tests.support.small_models import prompt, small_config, small_runner
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 
 LENGTH = 90
@@ -77,6 +77,7 @@ def brute_force(layer, q, keys, entries, selected):
     return {name: sum(items) / len(items) if items else None for name, items in values.items()}
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("block_bytes", tiered([1, 1 << 20], [1]))
 def test_recall_against_brute_force(monkeypatch, block_bytes):
     """Blocks of one query, and all queries in one."""
