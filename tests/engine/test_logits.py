@@ -376,6 +376,7 @@ def test_texts_are_those_by_hand(llm, expected):
 BUCKETS_AND_PREEMPTIONS = [(False, False), (False, True), (True, False), (True, True)]
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize(("buckets", "preempt"), tiered(BUCKETS_AND_PREEMPTIONS, [(False, True)]))
 def test_texts_with_drafts_are_the_same(folder, expected, monkeypatch, buckets, preempt):
     """Drafts of which three in five are right, each row with its own history; also after a request lost its caches."""

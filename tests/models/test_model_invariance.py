@@ -64,6 +64,7 @@ CHUNKS += [(ratio, size) for ratio in OTHERS for size in (7, 64, 129, None)] + [
 QUICK = [(4, 3)]
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize(("ratio", "chunk_size"), tiered(CHUNKS, QUICK), ids=str)
 def test_any_chunking_equals_one_prefill(ratio, chunk_size):
     """A ragged batch in chunks; None is the batch in one step."""

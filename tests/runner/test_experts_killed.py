@@ -13,7 +13,7 @@ import pytest
 from deepseek_attn.checkpoint import write_checkpoint
 from deepseek_attn.checkpoint.random import RepeatingSource
 from tests.support.small_models import small_config
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 
@@ -87,6 +87,7 @@ def shared_memory(pid: int) -> set[str]:
 STAGES = [(memory, stage) for memory in ("disk", "host") for stage in ("loading", "generating")]
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize(("memory", "stage"), tiered(STAGES, [("disk", "loading"), ("host", "generating")]))
 def test_kill_leaves_nothing_behind(memory, stage, checkpoint, tmp_path):
     """No file, no shared memory, no process."""

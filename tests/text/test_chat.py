@@ -316,9 +316,9 @@ def test_random_conversations_are_parsed_back(monkeypatch, version):
 def test_deepseek_recipe_has_the_same_prompts_and_replies(monkeypatch, capsys):
     recipe = pytest.importorskip("deepseek_recipe", reason="needs deepseek-recipe: pip install deepseek-recipe")
     monkeypatch.syspath_prepend(SCRIPTS)
-    counts = importlib.import_module("compare_chat").compare_recipe(recipe, 300)
+    counts = importlib.import_module("compare_chat").compare_recipe(recipe, 100)
     assert [count.different for count in counts] == [0, 0, 0, 0], capsys.readouterr().err
-    assert min(count.compared - count.explained for count in counts) > 60
+    assert min(count.compared - count.explained for count in counts) > 20
 
 
 EFFORT_BEGINS = {"low": "", "high": "Reasoning Effort: Absolute maximum", "max": "Reasoning Effort: Beyond maximum"}

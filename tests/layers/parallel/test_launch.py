@@ -26,7 +26,7 @@ from deepseek_attn.layers.weights import Shard, checkpoint_slots
 from deepseek_attn.models.families import get_family
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.layers.parallel import cases
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 
 
@@ -42,6 +42,7 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(RandomSource(config, 4), config, tmp_path_factory.mktemp("checkpoint") / "model")
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("launcher", tiered(["own", "torchrun"], ["own"]))
 def test_the_command_line_as_ranks(checkpoint, capfd, launcher):
     flags = ["generate", "--model", str(checkpoint), "--token-ids", "5,9,17,4,200", "--max-tokens", "4", "--ignore-eos"]
