@@ -46,10 +46,10 @@ def test_every_request_is_what_it_is_alone(preset, variant):
 
 
 @EXHAUSTIVE  # test_speculation and test_ahead have steps over persistent tensors of fewer requests
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_greedy_requests_over_persistent_tensors(drafts):
+@pytest.mark.parametrize(("preset", "drafts"), [("tiny", 0), ("tiny", 2), ("tiny_v41", 0), ("tiny_v41", 2)])
+def test_greedy_requests_over_persistent_tensors(preset, drafts):
     """Decode steps of few sizes that choose the tokens themselves and are launched early, or verify drafts."""
-    config, jobs, expected = workload("tiny", greedy=1)
+    config, jobs, expected = workload(preset, greedy=1)
     runner = ModelRunner.from_config(config, device="cpu", numerics="exact", **variants(config, LONGEST)["everything"])
     use_buckets(runner)
     engine = Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)

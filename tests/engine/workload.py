@@ -196,7 +196,8 @@ def variants(config, longest: int) -> dict[str, dict]:
 def use_buckets(runner: ModelRunner) -> None:
     """Decode steps over persistent tensors, for three sizes of batches."""
     batches = [1, 3, runner.layout.max_num_seqs]
-    runner.graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, batches=batches, capture=False)
+    shape = runner.whole_model(), runner.layout, runner.device
+    runner.graphs = DecodeGraphs(*shape, batches=batches, capture=False, engram=runner.tables)
 
 
 def main() -> int:
