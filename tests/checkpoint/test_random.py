@@ -40,6 +40,7 @@ def test_flash_inventory():
     assert described["mtp.0.hc_ffn_fn"] == ("F32", (24, 16384))
 
 
+@exhaustive_on_cpu
 def test_one_tensor_alone_is_the_tensor_of_a_sweep():
     sweep = RandomSource(tiny(), seed=5)
     assert len(sweep.entries()) > 100

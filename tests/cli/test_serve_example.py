@@ -148,6 +148,7 @@ def test_chats(client, llm, stream):
     assert all(len(token.top_logprobs) == 1 for token in logprobs)
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("stream", tiered([False, True], [True]))
 def test_tools(client, llm, writes, stream):
     writes(CALLS)

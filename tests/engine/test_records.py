@@ -30,7 +30,7 @@ from tests.support.drafts import DraftedSource
 from tests.support.predictable import PredictableSource
 from tests.support.requests import greedy, prompt
 from tests.support.small_models import assert_close, small_config
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 
 SIZES: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_rollback": 8}
@@ -114,6 +114,8 @@ def test_each_computed_token_has_one_row(family, drafts, preempt_every):
     assert any(request.preemptions for request in requests) == bool(preempt_every)
 
 
+@exhaustive_on_cpu
+@exhaustive_on_cpu
 @pytest.mark.parametrize("drafts", tiered([0, 2], [2], quick_on_gpu=[0]))
 def test_recorded_steps_run_eagerly_and_others_do_not(runner, monkeypatch, drafts):
     """Where decode steps run over persistent tensors: steps of the plain request do once it is alone."""

@@ -169,6 +169,7 @@ FOLLOWED = [
 ]
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize(
     ("preset", "drafts", "persistent", "right", "count"),
     tiered(FOLLOWED, [FOLLOWED[0]], quick_on_gpu=[FOLLOWED[3], FOLLOWED[6]]),

@@ -23,7 +23,7 @@ from tests.engine.fake_runner import FakeRunner
 from tests.engine.test_engine import expected, pages_free, tokens
 from tests.support.requests import finish, greedy
 from tests.support.threads import PATIENCE, together
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required, untyped
 
 WORDS = ["The morning", "She said that", "It", "My dear " * 17, "He had", "To be " * 5]
@@ -69,6 +69,7 @@ def calls(llm: LLM) -> list:
     ]
 
 
+@exhaustive_on_cpu
 def test_each_call_returns_its_own(llm, nothing_left):
     alone = [call() for call in calls(llm)]
     assert together(*calls(llm)) == alone

@@ -167,6 +167,7 @@ def steps(machine, lengths):
         machine.step([(s, 1) for s in sequences])
 
 
+@exhaustive_on_cpu
 def test_one_schedule_per_layer_kind_and_step(fake):
     machine = runner([0, 0, 4, 4, 128, 128, 16], "flashmla", config={"num_hash_layers": 1})
     steps(machine, (150, 20))

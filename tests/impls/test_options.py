@@ -8,7 +8,7 @@ from deepseek_attn.impls import DeepseekV4ReferenceSparseImpl, combine_phases, f
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.small_models import two_layers
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 
 PROMPTS = [[0, *range(5, 160)], [0, 7, 9], [0, *range(300, 220, -1)]]
 
@@ -109,6 +109,7 @@ def test_reference_only_needs_both_phases():
     assert not AttentionOptions("reference", prefill_backend="auto").reference_only
 
 
+@exhaustive_on_cpu
 def test_the_command_line_sets_them(capsys):
     command = ["generate", "--device", "cpu", "--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "6"]
     assert main(command) == 0

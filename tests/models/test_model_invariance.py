@@ -174,6 +174,7 @@ CUTS = {
 LAYERS = [(ratio, numerics) for ratio in COMPRESSED for numerics in NUMERICS]
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize(
     ("ratio", "numerics"),
     tiered(

@@ -218,12 +218,17 @@ def entries() -> Iterator[dict[str, Callable[[], list[Tensor]]]]:
 
 ENTRIES = ["V4", "V3.2", "V3", "V4.1", "layers of V4", "layers of V3.2", "V4, built", "V3.2, built", "V4.1, built"]
 ENTRIES += ["flash_mla_sparse_fwd", "sparse decode", "dense decode", "LLM", "tiny values"]
+OFTEN = ("V3.2", "layers of V3.2", "V4, built")  # in `make test-all`: others show each part of theirs
 WHILE_BUILT = ("bfloat16", "float64", "device context", "default device", "inference mode")
-SINGLY = ("float64", "inference mode", "default device", "medium", "function mode")
+SINGLY = ("float64", "inference mode", "default device", "medium")
 QUICK = [("V4, built" if context in WHILE_BUILT[2:] else "V4", context) for context in SINGLY]
 QUICK += [("tiny values", "flushed denormals")]
-QUICK += product([name for name in ENTRIES if name not in ("V3", "V3.2, built", "V4.1, built")], ["all at once"])
-CASES = [case for case in product(ENTRIES, CONTEXTS) if case in QUICK or case[1] not in ALONE]
+QUICK += product(
+    [name for name in ENTRIES if name not in ("V3", "V3.2, built", "V4.1, built", *OFTEN)], ["all at once"]
+)
+MORE = [("V4", context) for context in ("autocast", "flushed denormals", "function mode")]
+MORE += product(OFTEN, ["all at once"])
+CASES = [case for case in product(ENTRIES, CONTEXTS) if case in QUICK + MORE or case[1] not in ALONE]
 
 
 def clear_caches() -> None:
@@ -243,9 +248,7 @@ def bits(tensors: list[Tensor]) -> list[bytes]:
     return [str(t.dtype).encode() + t.flatten().view(torch.uint8).numpy().tobytes() for t in tensors]
 
 
-@pytest.mark.parametrize(
-    ("entry", "context"), tiered(CASES, QUICK, quick_on_gpu=[("V4", "autocast"), ("V4", "flushed denormals")])
-)
+@pytest.mark.parametrize(("entry", "context"), tiered(CASES, QUICK, quick_on_gpu=MORE))
 def test_a_callers_context_changes_no_bit(entry, context, entries, plain):
     clear_caches()
     with CONTEXTS[context]():
@@ -292,6 +295,8 @@ def test_settings_are_back_after_an_error(products):
         assert torch.is_autocast_enabled("cpu")
 
 
+@exhaustive_on_cpu
+@exhaustive_on_cpu
 @pytest.mark.parametrize("family", tiered(["V4", "V3", "V4.1"], ["V4"]))
 def test_deterministic_bits_do_not_depend_on_threads(family):
     scores = []

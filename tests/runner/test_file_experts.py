@@ -17,7 +17,7 @@ from deepseek_attn.models.moe import Experts
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from tests.runner.test_expert_files import CASES, FAMILIES, QUICK, KeptSource, v4
 from tests.support.small_models import prompt, small_runner
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required, untyped
 
 CPU = torch.device("cpu")
@@ -45,6 +45,7 @@ def one_expert(runner) -> int:
     return sum(part[0].nbytes for stack in required(rows).stacks for part in stack if part is not None)
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize(("family", "numerics", "stored"), tiered(CASES, QUICK))
 def test_same_bits_with_any_number_of_rows(family, numerics, stored):
     config, make = FAMILIES[family]()

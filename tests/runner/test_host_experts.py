@@ -29,7 +29,7 @@ from tests.kernels.moe.moe_cases import make_case
 from tests.support.drafts import complete
 from tests.support.held_experts import budget_of, bytes_of, experts_of, held
 from tests.support.small_models import prompt, two_layers
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.v41_cases import shallow, tiny_for_kernels
 
 OPTIONS: dict[str, Any] = {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -166,6 +166,7 @@ def recorded_routings(monkeypatch, guess=None):
         yield calls
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("family", tiered(MODELS, ["v32"]))
 def test_predictions_change_no_bits(monkeypatch, family):
     """Whatever is predicted; what is held afterwards follows from routings and predictions, not from time."""

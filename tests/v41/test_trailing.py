@@ -411,6 +411,7 @@ def expected_completions():
     return generated(full(make_runner(config, **LONG_SIZES)), shared_prompts())[1]
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize(
     ("budget", "one_by_one"), tiered([(b, o) for b in (256, 64, 50) for o in (True, False)], [(64, False)])
 )
@@ -447,6 +448,7 @@ def kept_prefixes(engine: Engine) -> list[list[bytes]]:
     return [entry.keys for entry in required(engine.prefixes)._entries.values()]
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("rollback", tiered([0, 16], [16]))
 def test_resume_from_a_snapshot_at_every_distance(rollback):
     """Of the layers' keys behind a snapshot the first ones are missing, or all; each end that it serves is exact."""
