@@ -126,7 +126,7 @@ class Fuzz:
 
 @pytest.mark.parametrize("seed", tiered(range(2), [0]))
 @pytest.mark.parametrize(
-    "variant", tiered(VARIANTS, ["one_token", "few_window_pages", "all_short"], quick_on_gpu=list(VARIANTS)[::2])
+    "variant", tiered(VARIANTS, ["one_token", "few_window_pages", "v32_short"], quick_on_gpu=list(VARIANTS)[::2])
 )
 def test_random_workload(variant, seed):
     fuzz = Fuzz(seed, VARIANTS[variant])

@@ -159,7 +159,6 @@ def test_a_page_of_a_model(capsys):
     assert re.fullmatch(r"\d+ of [1-9]\d* choices are measured; .*", lines[-1])
 
 
-@exhaustive_on_cpu
 def test_gpus_differ(capsys):
     kernels = {}
     for gpu in ("h100", "a100", "8.0:108"):
