@@ -12,7 +12,7 @@ from deepseek_attn.cache.snapshots import SnapshotStore
 from deepseek_attn.runner import ModelRunner
 from tests.cache.runner_cases import compute, poison_free_pages, runner_of
 from tests.support.small_models import prompt
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 
 CASES = [(family, "exact", blocks) for family in ("mixed", "overlap", "window", "v32", "v41") for blocks in (1, 3)]
 CASES += [
@@ -26,6 +26,7 @@ CASES += [("v32", "official", 1), ("v41", "official", 3)]
 QUICK = [("mixed", "serving", 1)]
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("past", tiered([0, 2], [2]))
 @pytest.mark.parametrize(("family", "numerics", "blocks"), tiered(CASES, QUICK))
 def test_going_on_from_a_snapshot(family, blocks, numerics, past):

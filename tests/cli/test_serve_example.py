@@ -126,6 +126,7 @@ def test_streamed_completions(client, llm):
     assert chunks[-1].usage.completion_tokens == 6
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_chats(client, llm, stream):
     expected = llm.chat(HI, replace(GREEDY, logprobs=1), reasoning_effort="max")

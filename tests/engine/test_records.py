@@ -98,6 +98,7 @@ def finish(engine: Engine, preempt_every: int = 0) -> None:
 WAYS = list(itertools.product(CONFIGS, [0, 2], [0, 3]))
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize(("family", "drafts", "preempt_every"), tiered(WAYS, [("v4", 2, 3)]))
 def test_each_computed_token_has_one_row(family, drafts, preempt_every):
     """Prompts in chunks of a step that others share, decodes, drafts that are rejected, and tokens computed again."""

@@ -18,7 +18,7 @@ from tests.checkpoint.fabricate import MemorySource
 from tests.support.drafts import DraftedSource, complete, draft_after
 from tests.support.oracle_dspark import V4Drafts, V41Drafts
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import of_type, required
 from tests.support.v41_cases import shallow
 
@@ -76,6 +76,7 @@ def test_drafts_are_those_of_the_brute_force(family, chunks):
     assert found.tokens[0].tolist() == drafts
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("family", tiered(FAMILIES, ["v41"]))
 @pytest.mark.parametrize("num_drafts", tiered([1, 3, 5], quick=[3]))
 def test_text_is_the_same_in_fewer_steps(family, num_drafts):

@@ -18,7 +18,7 @@ from tests.support import v32_cases
 from tests.support.oracle_transformers import TransformersOracle
 from tests.support.oracle_v32 import TransformersV32Oracle
 from tests.support.small_models import prompt, small_config, small_runner
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 
 LENGTHS = (1, 2, 17, 31)
 
@@ -112,6 +112,7 @@ def after(logits: torch.Tensor, tokens: list[int], top: int) -> TokenLogprobs:
     return TokenLogprobs.of(tokens, packed_logprobs(logits, torch.tensor(tokens), top).numpy(), top)
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("chunk_size", tiered([None, 7, 1], [7]))
 def test_scores_are_those_of_the_logits(deterministic, chunk_size, monkeypatch):
     """Bit for bit, in blocks of a few rows too, which cross the borders of prompts."""

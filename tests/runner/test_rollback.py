@@ -136,6 +136,7 @@ FORKS += [(n, numerics) for n in (3, 64, 130) for numerics in ("official", "serv
 QUICK = [(130, "official")]
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize(("length", "numerics"), tiered(FORKS, QUICK))
 def test_fork(length, numerics):
     """Parent and child continue with different tokens, in turns; a grandchild outlives both."""

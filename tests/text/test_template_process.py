@@ -82,6 +82,7 @@ def test_failing_templates(name):
     assert len(str(caught.value)) < 2100
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", tiered(ENDLESS, ["power"]))
 def test_endless_templates(name, monkeypatch):
     """The time is the CPU's, so a busy machine allows no less of it."""

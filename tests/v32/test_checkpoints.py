@@ -11,6 +11,7 @@ from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.oracle_v32 import Tensors, TransformersV32Oracle, float32_weights, pack_experts
 from tests.support.small_models import prompt
+from tests.support.tiers import exhaustive_on_cpu
 from tests.support.typed import of_type
 from tests.support.v32_cases import make_runner, small
 
@@ -150,6 +151,7 @@ def test_safetensors_source_reads_published_scales(tmp_path):
             assert torch.equal(stored.read(name).view(torch.uint8), source.read(name).view(torch.uint8)), name
 
 
+@exhaustive_on_cpu
 def test_what_transformers_saves_loads(tmp_path):
     config = of_type(ModelConfig.from_preset("tiny_v32"), DeepseekV32Config)
     oracle = TransformersV32Oracle(config, RandomSource(config, seed=0))

@@ -16,7 +16,7 @@ from deepseek_attn.runner.step import step_input
 from deepseek_attn.testing import poison_caches
 from tests.support.oracle_v32 import NaiveOracle, Tensors, TransformersV32Oracle
 from tests.support.small_models import assert_close, assert_no_near_tie, prompt
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import of_type, required
 from tests.support.v32_cases import make_runner, recorded, small
 
@@ -70,6 +70,7 @@ def test_v3_equals_transformers(tiny_v3, length):
         assert_close(logits, tiny_v3.references[which][:length])
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("which", tiered([0, 1], [1]))
 def test_absorbed_equals_naive(tiny, naive, which):
     """Logits, experts and selected tokens; transformers is in between: it equals both."""

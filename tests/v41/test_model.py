@@ -156,6 +156,7 @@ def test_persistent_tensors_equal_brute_force(model):
     assert not runner.next_step_launched, "the rows of its token are not known"
 
 
+@exhaustive_on_cpu
 def test_ragged_batches_equal_prompts_alone(model):
     """Chunks of random sizes, in random company, decodes beside prefills."""
     config, draw = model.config, random.Random(3)

@@ -305,6 +305,7 @@ def test_going_back_saving_and_forking(tmp_path):
     assert (sequence.num_computed, sequence.cache.exact_from) == (0, 0)
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("computed", tiered(range(1, 60, 3), [19, 49], quick_on_gpu=[40]))
 def test_a_prompt_that_is_interrupted(computed, tmp_path):
     """Saved, loaded and forked within a prompt, where upper layers have no keys or some; the end stays the same."""

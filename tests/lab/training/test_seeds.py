@@ -46,6 +46,7 @@ def alone(config, seed: int, device="cpu", **options) -> TrainResult:
     return finish(train_stepwise(config, TASK, seed=seed, device=device, test_batches=0, **OPTIONS, **options))
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("selection", tiered(["learned", "random"], ["learned"], quick_on_gpu=["random"]))
 def test_each_seed_has_the_losses_that_it_has_alone(selection):
     """Three steps that read all entries with exact weights, and three with selected ones and rounded weights."""

@@ -16,7 +16,7 @@ from deepseek_attn.lab.training.v41 import kept_blocks
 from deepseek_attn.lab.training.weights import FreshSource, build_model
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.small_models import assert_close, prompt
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 
 CPU = torch.device("cpu")
 SHARED = {"selection": 2, "candidates": 3, "engram": True}
@@ -42,6 +42,7 @@ def runner_of(config, source):
                                    max_num_seqs=2, progress=False)  # fmt: skip
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("config", [published_tiny(), sized()], ids=["published", "sized"])
 def test_logits_are_those_of_the_caches(config):
     """Past the candidates, of 16 and 24 entries, and past the selected entries."""
