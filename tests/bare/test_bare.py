@@ -100,7 +100,8 @@ def test_optional_packages_are_not_found(tmp_path):
     assert run(tmp_path, "-c", code).split() == ["None"] * 3
 
 
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["quick", "all"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("everything", [False, True], ids=["quick", "all"])
 def test_every_command(tmp_path, everything):
     """Each in the given order, in one process; with ``everything`` those of README too, as printed."""
     (tmp_path / "prompts.txt").write_text("It is\nShe was\n")
