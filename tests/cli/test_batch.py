@@ -21,7 +21,7 @@ from deepseek_attn.cli.prompts import PromptLines
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.llm import LLM
 from deepseek_attn.engine.sampling import SamplingParams
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import untyped
 
 PROMPTS = [
@@ -224,6 +224,7 @@ OBJECTS = [
 ]
 
 
+@exhaustive_on_cpu
 def test_objects_with_an_id_and_parameters_of_their_own(command, checkpoint):
     """Each as `LLM.generate` completes it with those parameters, and where it gives none, with those of the flags."""
     write_prompts("prompts", [json.dumps(prompt) for prompt in OBJECTS] + ["plain text"])

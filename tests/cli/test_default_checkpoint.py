@@ -20,7 +20,7 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.lab.training import sample_text
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
-from tests.support.tiers import EXHAUSTIVE
+from tests.support.tiers import EXHAUSTIVE, exhaustive_on_cpu
 from tests.support.typed import required
 
 MAX_BYTES = 14 * 10**6
@@ -54,6 +54,7 @@ def test_it_has_learned_english(directory):
     assert loss < 4.2 < math.log(runner.config.vocab_size)
 
 
+@exhaustive_on_cpu
 def test_the_demo_writes_the_same_words_each_time(capsys):
     command = [
         "generate",

@@ -14,6 +14,7 @@ from deepseek_attn.impls.queries import AttentionQueries
 from deepseek_attn.kernels.common.invariance import batch_invariant_ops
 from deepseek_attn.kernels.insert import RawQueries, query_norm_rope
 from tests.support.small_models import small_config, small_runner
+from tests.support.tiers import exhaustive_on_cpu
 
 SIZES = {"head_dim": 128, "qk_rope_head_dim": 64, "hidden_size": 256, "q_lora_rank": 128, "o_lora_rank": 128}
 CONFIG = small_config([0, 4, 128], num_attention_heads=4, o_groups=2, index_topk=8, **SIZES)
@@ -40,6 +41,7 @@ def scored(impl, numerics="serving", fp8_mode="mixed"):
     return runner.score(PROMPTS, 50)
 
 
+@exhaustive_on_cpu
 def test_the_same_logits():
     """From each kind of layer; those whose indexer selects have their queries normed and rotated with the indexer's."""
     expected = scored(DeepseekV4ReferenceSparseImpl)

@@ -26,7 +26,7 @@ from tests.support.small_models import (
     small_config,
     small_runner,
 )
-from tests.support.tiers import tiered
+from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import of_type, required
 
 LENGTHS = (1, 3, 4, 5, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300, 530)
@@ -170,6 +170,7 @@ def test_any_branch_equals_brute_force(ratio, overlap, indexer):
         assert_close(drafts[0], required(reference.mtp_logits), what=f"MTP in chunks of {chunk_size}")
 
 
+@exhaustive_on_cpu
 def test_mixed_schedule_equals_brute_force():
     ratios = [1, 2, 4, 4, 8, 16, 128, 0]
     config = small_config(

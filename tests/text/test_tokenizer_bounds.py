@@ -142,6 +142,7 @@ def test_assertions_of_the_library_are_errors(tmp_path):
         number_tokens(tokenizer.backend)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", tiered(["pre_tokenizer", "normalizer"], ["pre_tokenizer"]))
 def test_regular_expressions_that_take_too_long(tmp_path, monkeypatch, part):
     """The time is the CPU's; DeepSeek's own expressions are not tried before."""

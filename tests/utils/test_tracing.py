@@ -27,6 +27,7 @@ def ranges_of(path):
     return [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("preset", "expected"),
     tiered([("tiny", STEP | LAYER | STREAMS), ("tiny_v32", STEP | LAYER)], [("tiny", STEP | LAYER | STREAMS)]),

@@ -60,6 +60,7 @@ def test_logits_equal_brute_force(model, length):
     assert_close(model.scores[length], model.references[which][:length], TOLERANCE)
 
 
+@exhaustive_on_cpu
 @pytest.mark.parametrize("chunk", tiered([1, 2, 3, 5, 8, 13, 64, 65], [3]))
 def test_chunks_equal_brute_force(model, chunk):
     """1: token by token, through the decode path; each ratio-2 pair then spans two steps."""

@@ -16,9 +16,10 @@ from deepseek_attn.layers.parallel import Parallel
 from tests.layers.parallel import cases
 from tests.support.once import made_once
 from tests.support.small_models import assert_close
-from tests.support.tiers import tiered
+from tests.support.tiers import EXHAUSTIVE, ON_GPU, tiered
 from tests.support.typed import required, untyped
 
+pytestmark = [] if ON_GPU else [EXHAUSTIVE]  # processes that import torch
 # Sums over ranks add up in another order, so float32 results differ in their last bits, and layers amplify that.
 TOLERANCE = 1e-5
 
