@@ -487,9 +487,11 @@ def features(data: Data) -> Subject:
 
 def host_experts(data: Data) -> Subject:
     small, large = data("h200_host_80gb.json"), data("h200_host_model.json")
-    parts = [("experts", data("h200_host_experts.json")), ("model", small), ("model", large)]
+    h100 = data("h100_host_model.json")
+    parts = [("experts", data("h200_host_experts.json")), ("model", small), ("model", large), ("model", h100)]
     columns = ("ms (x bus)", "tokens/s", "hit rate", "all there, ms")
     names = [f"{part}, {found[part]['cached']} of 256" for part, found in parts]
+    names[-1] += ", H100"
     rows = [["routing", *(f"{name}: {column}" for name in names for column in columns)]]
     for point in (key for key, value in large["model"].items() if isinstance(value, dict) and "over_bus" in value):
         cells = []
@@ -503,12 +505,12 @@ def host_experts(data: Data) -> Subject:
     rates = [row["copied"] * nbytes / row["bus_seconds"] / 1e9 for row, nbytes in steps]
     return Subject(
         "Experts in host memory",
-        "V4-Flash on one H200: experts of three layers in pinned host memory stand for those of all 43, of which the "
-        "GPU holds as many as fit, or as fit on a card of 80 GB; experts alone, and a whole model. The bus: copied "
-        f'experts at cudaMemcpy\'s rate ({min(rates):.1f} to {max(rates):.1f} GB/s). "All there": the same step again. '
-        "Residents followed Zipf's law for 400 steps before the steps at 118, for at most 150 before the others. At "
-        "118 32 programs copy, in the others 8.",
-        ["h200_host_experts.json", "h200_host_80gb.json", "h200_host_model.json"],
+        "V4-Flash on one H200, or an H100 of 80 GB: experts of three layers in pinned host memory stand for those of "
+        "all 43, of which the GPU holds as many as fit, or as fit on a card of 80 GB; experts alone, a whole model. "
+        f'The bus: copied experts at cudaMemcpy\'s rate ({min(rates):.1f} to {max(rates):.1f} GB/s). "All there": the '
+        "same step again. Residents followed Zipf's law for 400 steps before the steps at 118, for at most 150 before "
+        "the others. At 118 and on the H100 32 programs copy, in the others 8.",
+        ["h200_host_experts.json", "h200_host_80gb.json", "h200_host_model.json", "h100_host_model.json"],
         "python scripts/bench_host_experts.py --parts copies,experts,model --cache-bytes BYTES --out FILE",
         rows,
     )

@@ -88,7 +88,7 @@ class Record(ABC):
         Notes:
             Never waits for a GPU: there a skipped row becomes a copy of a written one instead of being masked out.
         """
-        self.check_pool(pool, n)
+        self.check_pool(pool, n, pages=1)
         self._check_rows(slots, rows)
         if not slots.numel():
             return
@@ -124,7 +124,7 @@ class Record(ABC):
         Raises:
             ValueError: a shape, dtype or stride that does not fit and, on the CPU, a slot past the end of the pool.
         """
-        self.check_pool(pool, n)
+        self.check_pool(pool, n, pages=1)
         if dtype not in FLOATS:
             raise ValueError(f"entries are read as float32, bfloat16 or float16, not {dtype}")
         flat = checked_slots(slots, pool.shape[0] * n).reshape(-1)
@@ -148,13 +148,14 @@ class Record(ABC):
             start += n * width
         return views
 
-    def check_pool(self, pool: Tensor, n: int, unit: int = 1) -> None:
-        """Raises ValueError unless a pool has pages of ``n`` entries, which begin at multiples of ``unit`` bytes."""
+    def check_pool(self, pool: Tensor, n: int, unit: int = 1, pages: int = 0) -> None:
+        """Raises ValueError unless a pool has ``pages`` of ``n`` entries or more, at multiples of ``unit`` bytes."""
         need = n * self.entry_bytes  # nothing touches padding, which a pool of another library may not have
         if pool.dtype != torch.uint8 or pool.dim() != 2:
             raise ValueError(f"a pool is uint8 [num_pages, page_bytes], got {pool.dtype} {list(pool.shape)}")
-        if pool.shape[0] < 1 or pool.shape[1] < need:
-            needs = f"a {self.name} pool with {n} entries per page needs at least one page of {need} bytes"
+        if pool.shape[0] < pages or pool.shape[1] < need:
+            least = "at least one page" if pages == 1 else "pages"
+            needs = f"a {self.name} pool with {n} entries per page needs {least} of {need} bytes"
             raise ValueError(f"{needs}, got {list(pool.shape)}")
         if pool.stride(1) != 1 or (pool.shape[0] > 1 and pool.stride(0) < need):
             wanted = f"bytes of a page must be contiguous and pages at least {need} bytes apart"

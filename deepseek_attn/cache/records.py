@@ -80,9 +80,9 @@ class PlainRecord(Record):
         return rows.masked_fill_((flat < 0).unsqueeze(-1), 0).view(*slots.shape, self.dim)
 
     def _table(self, pool: Tensor, n: int) -> Tensor | None:
-        """Pages without gaps as one table of rows ``[entries, dim]``; None for others."""
+        """Pages without gaps as one table of rows ``[entries, dim]``; None for others, and without pages."""
         aligned = pool.storage_offset() % self.dtype.itemsize == 0
-        if pool.shape[1] != n * self.entry_bytes or not aligned or not pool.is_contiguous():
+        if not len(pool) or pool.shape[1] != n * self.entry_bytes or not aligned or not pool.is_contiguous():
             return None
         return pool.view(self.dtype).view(-1, self.dim)
 

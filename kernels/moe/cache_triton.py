@@ -210,14 +210,15 @@ def _copy_job(
         # all loads of a job are in flight together
         values = tl.load(from_ptr + word, mask=word < words, cache_modifier=".cg")
         if DROPS:
-            # meanwhile one thread reads for all whether the expert was dropped, so that they agree
-            wanted = tl.atomic_add(moves_ptr + move, 0) >= 0
+            # meanwhile one thread reads for all whether the expert was dropped, so that they agree; without an order,
+            # which would wait for the stores of the last job
+            wanted = tl.atomic_add(moves_ptr + move, 0, sem="relaxed") >= 0
         tl.store(to_ptr + word, values, mask=word < words)
     else:
         byte = tl.arange(0, BLOCK)
         values = tl.load(source.to(tl.pointer_type(tl.uint8)) + byte, mask=byte < rest, cache_modifier=".cg")
         if DROPS:
-            wanted = tl.atomic_add(moves_ptr + move, 0) >= 0
+            wanted = tl.atomic_add(moves_ptr + move, 0, sem="relaxed") >= 0
         tl.store(target.to(tl.pointer_type(tl.uint8)) + byte, values, mask=byte < rest)
     return wanted
 

@@ -12,11 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from deepseek_attn.kernels.common.gluon import load_tile, reinterpret
+from deepseek_attn.kernels.common.gluon import load_tile
 from deepseek_attn.kernels.moe.plan import QUAD
 
 _QUAD = gl.constexpr(QUAD)
-_BYTES = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
 
 
 class ExpertRowTiles(NamedTuple):
@@ -46,8 +45,7 @@ class ExpertBuffers(NamedTuple):
 
     Attributes:
         weight: uint8 or e4m3, tiles of weight rows.
-        weight_scales: e8m0 scales of FP4 weights, of `QUAD` blocks, twice; None with FP8. Where rows do not end with a
-            quad, the 32 even rows of a warpgroup come before the odd ones.
+        weight_scales: e8m0 scales of FP4 weights, of `QUAD` blocks, twice; None with FP8.
         x, scales: routed rows by block, e4m3, and their float32 scales.
         full, empty: barriers: the loads of a stage have arrived, or its last use has ended.
     """
@@ -76,9 +74,8 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
     STAGES: gl.constexpr = TILING.STAGES
     BLOCKS: gl.constexpr = TILING.CHANNELS // 128
     STEP: gl.constexpr = TILING.CHANNELS // 2 if TILING.FP4 else 128
-    GROUPS: gl.constexpr = TILING.WARPGROUPS
-    BOXES: gl.constexpr = GROUPS if BLOCKS == 1 else 1
-    HEIGHT: gl.constexpr = GROUPS * 64
+    BOXES: gl.constexpr = TILING.WARPGROUPS if BLOCKS == 1 else 1
+    HEIGHT: gl.constexpr = TILING.WARPGROUPS * 64
     ROWS: gl.constexpr = HEIGHT // BOXES // (2 if TILING.GATED else 1)
     if TILING.WAIT:
         gdc_wait()  # wait until earlier launches have written tiles and weights
@@ -99,21 +96,14 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
                 mbarrier.expect(full, HEIGHT * STEP, pred=step % (_QUAD // BLOCKS) != 0)
                 mbarrier.expect(full, HEIGHT * (STEP + 4 * _QUAD), pred=with_scales)
                 slot = (slot + with_scales.to(gl.int32)) % 2
-                if TILING.HALF_QUAD:
-                    # pairs of rows, which TMA can address: even rows, then odd ones, of each warpgroup
-                    to_pairs = reinterpret(buffers.weight_scales, gl.uint8, [4 * GROUPS, 32, 4 * _QUAD], _BYTES)
-                    for i in gl.static_range(2 * GROUPS):
-                        at = [weight_row // 2 + i // 2 * 32, i % 2 * (TILING.K // 32) + step * (4 * BLOCKS)]
-                        load_tile(a_scale_desc, at, full, to_pairs.index(2 * GROUPS * slot + i), pred=with_scales)
-                else:
-                    for i in gl.static_range(BOXES):
-                        at = [weight_row + ROWS * i, step * (4 * BLOCKS)]
-                        to = slot * BOXES + i
-                        if TILING.GATED:
-                            load_tile(a_scale_desc, at, full, buffers.weight_scales.index(2 * to), pred=with_scales)
-                            load_tile(b_scale_desc, at, full, buffers.weight_scales.index(2 * to + 1), pred=with_scales)
-                        else:
-                            load_tile(a_scale_desc, at, full, buffers.weight_scales.index(to), pred=with_scales)
+                for i in gl.static_range(BOXES):
+                    at = [weight_row + ROWS * i, step * (4 * BLOCKS)]
+                    to = slot * BOXES + i
+                    if TILING.GATED:
+                        load_tile(a_scale_desc, at, full, buffers.weight_scales.index(2 * to), pred=with_scales)
+                        load_tile(b_scale_desc, at, full, buffers.weight_scales.index(2 * to + 1), pred=with_scales)
+                    else:
+                        load_tile(a_scale_desc, at, full, buffers.weight_scales.index(to), pred=with_scales)
             else:
                 mbarrier.expect(full, HEIGHT * STEP)  # full once TMA has written as many bytes
             for i in gl.static_range(BOXES):

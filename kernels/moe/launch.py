@@ -313,7 +313,7 @@ def _fetch_plan(cache: HostExperts) -> FetchPlan:
 
 def _copy_parts(plan: FetchPlan, cache: HostExperts, parts: CopiedParts, ahead: bool = False) -> None:
     """Launches the copies of these parts of the experts in ``moves``, or in ``ahead``."""
-    copy, moves = (plan.ahead.config, cache.ahead) if ahead else (plan.copy.config, cache.moves)
+    copy, moves = plan.copy.config, cache.ahead if ahead else cache.moves
     copy_experts_kernel[(copy.size,)](
         parts.table,
         moves,

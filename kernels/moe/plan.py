@@ -61,12 +61,11 @@ def expert_factors(problem: ExpertsProblem, gpu: GPU) -> ExpertFactors:
 
 @condition
 def _fits_hopper(problem: ExpertsProblem, gpu: GPU) -> bool:
-    """FP8 products have inputs of 16 bits in groups of 128. Widths are quads of blocks; FP4's inner one is pairs."""
+    """FP8 products have inputs of 16 bits in groups of 128; widths of FP4 are whole quads of blocks."""
     quantized = problem.weights == "fp8" or (problem.weights == "fp4" and problem.row_exponents)
     inputs = problem.dtype != torch.float32 and problem.input_format.fp8
     inputs = inputs and problem.input_format.group == FP8_INPUT_GROUP
-    widths = problem.whole_quads or (problem.weights == "fp4" and problem.half_quads)
-    return gpu.hopper and quantized and inputs and widths and problem.aligned
+    return gpu.hopper and quantized and inputs and problem.whole_quads and problem.aligned
 
 
 @condition
@@ -144,21 +143,18 @@ def hopper_product(
     # a third warpgroup changes the layout of its outputs, too
     shared = SHARED_KIB[tiles.programs - 1] - (10 if groups == 3 else 0)
     room = ((shared << 10) - held) // stage
-    half_quad = fp4 and K % (128 * QUAD) > 0
-    # scales of two quads of blocks are held: a block's stage is free only once its quad's are read
-    in_quads = (QUAD + (QUAD // 2 if half_quad else QUAD)) // blocks
     loaders = 40 if groups == 2 and blocks == 1 else 32
     registers = 65536 // tiles.programs // (128 * groups + 128) // 8 * 8
     tiling = HopperExpertTiling(
         N=N,
         K=K,
         FP4=fp4,
-        HALF_QUAD=half_quad,
         GATED=gated,
         SIZES=tiles.sizes,
         PART=tiles.part,
         PARTS=parts,
-        STAGES=min(tiles.stages, room, in_quads if fp4 else room),
+        # scales of two quads of blocks are held: a block's stage is free only once its quad's are read
+        STAGES=min(tiles.stages, room, 2 * QUAD // blocks if fp4 else room),
         OVERLAP=tiles.overlap,
         SCALES=scales,
         ROW_BLOCKS=cdiv(N, stack_rows),
@@ -212,8 +208,8 @@ CHUNK = 512  # pairs that a program of `count_chunks_kernel` counts
 
 
 def _whole_steps(problem: ProductRows, gpu: GPU) -> LaunchBlock:
-    block = next(size for size in (2048, 1024, 512, 256) if problem.channels % size == 0)
-    return LaunchBlock(block, max(1, block // 512))
+    block = next(size for size in (2048, 1024, 512) if problem.channels % size == 0)
+    return LaunchBlock(block, block // 512)
 
 
 def _up_to_channels(problem: ProductRows, gpu: GPU) -> LaunchBlock:
@@ -275,16 +271,14 @@ def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchBlock:
 
 CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_program))  # `choose_ahead_kernel` too
 # A long copy needs bytes in flight, not multiprocessors: 8 programs are as fast as 264. Steps copy few experts at a
-# time: with 32 programs they take 0.92 to 0.95 of the time.
+# time: with 32 programs they take 0.92 to 0.95 of the time. With copies ahead of the routing by 8 programs, steps took
+# 1.14 to 1.17 of the time without, by 32 programs 0.85 to 0.92.
 COPIES = one_kernel(  # programs
     "moe.copies", "copy_experts_kernel", (ANY, LaunchBlock(32), "h200_host_80gb.json: programs")
 )
-# Copies ahead run beside the products and the attention, which wait for the multiprocessors that copy.
-COPIES_AHEAD = one_kernel("moe.copies_ahead", "copy_experts_kernel", (ANY, LaunchBlock(LEFT_TO_COPIES)))
 
 
 @planner("moe.fetch_experts")
 def plan_fetch(problem: FetchProblem, gpu: GPU) -> FetchPlan:
     """Plan of `fetch_experts` or `prefetch_experts`: the launch that chooses experts, and those that copy them."""
-    choose, copy, ahead = (table.choose(problem, gpu) for table in (CACHE_ROWS, COPIES, COPIES_AHEAD))
-    return FetchPlan(choose, copy, ahead, gpu.pdl)
+    return FetchPlan(CACHE_ROWS.choose(problem, gpu), COPIES.choose(problem, gpu), gpu.pdl)

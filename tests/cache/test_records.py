@@ -263,6 +263,14 @@ def test_zero_rows_and_scalar_slots(record):
     assert torch.equal(pool, before)
 
 
+def test_kernels_may_read_no_page(record):
+    """A pool without pages passes the check of kernels, which then read none; references need a page."""
+    none = torch.empty(0, record.page_bytes(6), dtype=torch.uint8)
+    record.check_pool(none, 6, 2)
+    with pytest.raises(ValueError, match="at least one page"):
+        record.gather(none, 6, torch.tensor([-1]), torch.float32)
+
+
 def test_strided_pool_equals_contiguous_pool(record):
     n, num_pages = 6, 4
     page = record.page_bytes(n)

@@ -324,7 +324,7 @@ def test_kernels_are_listed_ahead(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["tiny_gpu", "tiny_v32", "v41"])
-@pytest.mark.parametrize("load", [0.0, 0.5])
+@pytest.mark.parametrize("load", [0.0, 1.0])
 def test_the_same_bits_on_a_gpu(monkeypatch, device, preset, load):
     """Graphs, prompts, drafts: everything as with all experts on the GPU, with copies ahead and without."""
     monkeypatch.setattr(held_rows, "AHEAD_LOAD", load)

@@ -61,7 +61,6 @@ STATED = {
     # experts in host memory
     "moe.cache_rows": [FetchProblem(256)],
     "moe.copies": [FetchProblem(256)],
-    "moe.copies_ahead": [FetchProblem(256)],
     # V4.1 at lengths from which candidate blocks limit the selection
     "indexer.candidate_scores": [ScoresProblem(4, 1, 16384, 64, 128, "fp8", exact) for exact in (False, True)],
     "indexer.blocks": [RowsProblem(4, 512)],

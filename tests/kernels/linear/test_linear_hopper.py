@@ -17,7 +17,7 @@ from deepseek_attn.kernels.linear.plan import DECODE, HOPPER, PRODUCTS, hopper_p
 from deepseek_attn.kernels.linear.problem import LinearHopperTiles, LinearWeight
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import compiled_ops, ptxas_report
-from tests.kernels.linear.products import H200, ROUNDED, config_of, problem
+from tests.kernels.linear.products import H200, ROUNDED, config_of, forced, problem
 from tests.support.tiers import tiered
 from tests.support.typed import required
 
@@ -137,3 +137,12 @@ def test_configurations_of_the_layers_that_were_measured():
     assert chosen(128, 4096, 1536, 2624) == (128, 128, 2)  # C4A: tiles of 64 tokens would not run at once
     assert [chosen(128, 4096, rows, 0, True) for rows in (8192, 16384)] == [(64, 128, 1), (128, 128, 1)]
     assert [chosen(128, K, rows) for K, rows in ((8192, 4096), (16384, 7168))] == [(128, 64, 2), (128, 128, 2)]
+
+
+def test_tiles_without_a_whole_scale_block_write_no_fp8():
+    """Rows that are timed or tested by name, too: a scale of the output is of 128 rows of one warpgroup."""
+    for rows in (64, 128):
+        with forced(LinearHopperTiles(128, 64, rows, 64)):
+            assert [one.quantizes_output for one in plan(wanted(129, 512, 512, 0, True), H200).products] == [
+                rows == 128
+            ]

@@ -363,6 +363,7 @@ def test_fetching_compiles(arch):
         ptx = kernel.asm["ptx"]
         assert ptx.count("ld.global.cg.v4") == 8  # 16 bytes of each of 128 threads, all in flight
         assert ptx.count("st.global.v4") == 8
+        assert "acq_rel" not in ptx  # a barrier in memory between jobs
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
