@@ -403,12 +403,12 @@ def test_a_launch_tells_the_key_that_was_recorded(monkeypatch):
         raise KeyError
 
     with recorded_launches(H200) as launches:
-        kernel[(1,)](x)
-        kernel[(2,)](x)
+        kernel[(1,)](x, enable_fp_fusion=True)
+        kernel[(2,)](x, enable_fp_fusion=True)
     assert [variant.name for variant in launches.latest] == 2 * ["calling_kernel"]
     monkeypatch.setattr(triton.runtime.driver, "_active", _Target(target_of(H200)))
     with pytest.raises(KeyError), before_compiling(refuse):
-        kernel[(1,)](x)
+        kernel[(1,)](x, enable_fp_fusion=True)
     assert [variant.key for variant in seen] == list(launches.variants)
 
 
