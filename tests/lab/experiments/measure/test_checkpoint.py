@@ -16,6 +16,7 @@ from deepseek_attn.lab.experiments.define.variant import ModelVariant
 from deepseek_attn.lab.experiments.measure.checkpoint import measure_own, measure_variant, open_source, read_prompts
 from deepseek_attn.lab.experiments.measure.quality import compare, next_token_loss
 from deepseek_attn.lab.experiments.measure.recall import measure_recall
+from tests.support.tiers import exhaustive_on_cpu
 from tests.support.typed import untyped
 
 CPU = torch.device("cpu")
@@ -170,6 +171,7 @@ def test_other_families_are_those_of_a_whole_runner(families, family):
     assert expected["kl"] > 0
 
 
+@exhaustive_on_cpu
 def test_dense_attention_of_a_v32_reads_all_tokens(families):
     dense, official = (families["tiny_v32"].of(name, 1) for name in ("dense", "official"))
     assert dense["kl"] > 0

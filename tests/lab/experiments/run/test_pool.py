@@ -90,6 +90,7 @@ def test_errors_and_crashes_cost_their_own_unit_only(tmp_path, jobs):
     assert any("ValueError: no" in log.read_text() for log in tmp_path.iterdir()), "no traceback in the log"
 
 
+@pytest.mark.exhaustive
 def test_a_unit_that_hangs_is_given_up(tmp_path):
     results = run(tmp_path, ["hang/0", "ok/1"], limit_s=4.0)
     assert results["ok/1"] is None
