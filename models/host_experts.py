@@ -202,10 +202,10 @@ class LayerExperts:
         rows = range(state.first, state.first + len(state.owner))
         places = [*range(state.staged, state.staged + len(found) - len(rows)), *sorted(set(rows).difference(found))]
         parts = list(zip(expert_parts(state.device), expert_parts(state.host), strict=True))
-        for first, end in _missing_runs(found, places):
+        for first, place, count in _missing_runs(found, places):
             for target, source in parts:
-                target[places[0] : places[0] + end - first].copy_(source[first:end], non_blocking=True)
-            found[first:end], places = places[: end - first], places[end - first :]
+                target[place : place + count].copy_(source[first : first + count], non_blocking=True)
+            found[first : first + count] = range(place, place + count)
         copied = torch.tensor(found, dtype=torch.int32, device="cpu", pin_memory=self.stream is not None)
         state.found.copy_(copied, non_blocking=True)
 
@@ -222,12 +222,18 @@ class _Guess(NamedTuple):
     chosen: torch.cuda.Event | None
 
 
-def _missing_runs(rows: Sequence[int], places: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, end) of the longest runs of experts whose row is -1 and whose next places follow one another."""
+def _missing_runs(rows: Sequence[int], places: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first expert, first place, count) of the longest runs of experts whose row is -1 and of their places."""
+    runs: list[tuple[int, int, int]] = []
     missing = [expert for expert, row in enumerate(rows) if row < 0]
-    pairs = list(zip(missing, places, strict=True))
-    starts = [n for n, pair in enumerate(pairs) if not n or pair != (pairs[n - 1][0] + 1, pairs[n - 1][1] + 1)]
-    return [(missing[n], missing[end - 1] + 1) for n, end in zip(starts, [*starts[1:], len(pairs)], strict=True)]
+    for expert, place in zip(missing, places, strict=True):
+        if runs:
+            first, first_place, count = runs[-1]
+            if (expert, place) == (first + count, first_place + count):
+                runs[-1] = first, first_place, count + 1
+                continue
+        runs.append((expert, place, 1))
+    return runs
 
 
 @dataclass(eq=False)

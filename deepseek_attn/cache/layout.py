@@ -85,7 +85,7 @@ class PoolSpec:
         entries: rows per page.
         record: how a row is stored; None for state pools.
         width: float32 values per state row; 0 for pools with a record.
-        carry: state rows that a snapshot keeps: those of the last closed window if windows overlap, else 0.
+        carry: number of state rows that a snapshot keeps: one window's if windows overlap, else 0.
     """
 
     layer: str

@@ -43,4 +43,4 @@ class PageAllocator:
 
 
 class OutOfPages(RuntimeError):
-    """A pool has no free page left; nothing was changed."""
+    """A pool has no free page. The caches are as they were."""

@@ -135,7 +135,7 @@ class PlanFacts:
         args, machine, total = self.args, self.machine, sum(parts.values())
         ranks = min(args.ranks, args.gpus_per_host)
         free = machine.memory - (total - sizes.total)
-        # as a runner leaves it, which does not know what its steps will take
+        # a runner cannot know what its steps will take: it leaves fixed amounts to them
         of_steps = sum(parts[name] for name in ("step", "graphs", "cublas", "allocator"))
         left = min(free, free + of_steps - STEP_BYTES - STEP_BYTES_PER_TOKEN * args.max_num_batched_tokens)
         layout = RankLayout(args.ranks, self.dp_attention, args.gpus_per_host)

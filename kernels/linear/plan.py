@@ -440,12 +440,14 @@ def _product(problem: LinearProblem, places: tuple[int, ...], gpu: GPU) -> Produ
         plain_splits = _without_empty(cdiv(problem.channels, PLAIN_CHANNELS), plain_splits)
     if kernel == DECODE and (blocks % config.stage_blocks or cdiv(blocks, splits) % config.stage_blocks):
         raise ValueError(f"stages of {config.stage_blocks} blocks do not divide {blocks} blocks in {splits} splits")
-    wide = config.warpgroup_rows == 128 if kernel == HOPPER else config.rows == 128  # rows that share a scale
-    quantizes = wide and (quantizes_output(problem, gpu) if kernel == HOPPER else problem.quantize_output)
+    if kernel == HOPPER:  # 128 rows share a scale
+        quantizes = quantizes_output(problem, gpu) and config.warpgroup_rows == 128
+    else:
+        quantizes = kernel == DECODE and problem.quantize_output and config.rows == 128
     fp8, plain = replace(fp8, SPLITS=splits), replace(plain, SPLITS=plain_splits)
     quantized = problem.quantized and any(weight.reads_fp8_once for weight in problem.fp8)
     dots = tuple(dot_format(problem.dtype, weights, gpu) for weights in (problem.fp8, problem.plain))
-    return ProductPlan(choice, places, token_tiles, fp8, plain, quantized, quantizes and kernel != TRITON, dots)
+    return ProductPlan(choice, places, token_tiles, fp8, plain, quantized, quantizes, dots)
 
 
 def _tiled(weights: Sequence[LinearWeight], rows: int, groups: int = 1) -> WeightTiles:

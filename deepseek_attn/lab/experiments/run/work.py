@@ -177,11 +177,11 @@ class Lane:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.state = open_state(work.folder / "states" / f"{units[0].path}{STATE}", units)
         options: dict[str, Any] = {
-            **{"steps": setup.steps, "batch": setup.batch, "seq_len": setup.seq_len, "device": device, "lr": setup.lr},
-            **{"weight_decay": setup.weight_decay, "curriculum": setup.curriculum, "selection": job.variant.selection},
-            **{"windows": job.variant.windows(job.base), "state": self.state, "progress": self.note},
+            "steps": setup.steps, "batch": setup.batch, "seq_len": setup.seq_len, "device": device, "lr": setup.lr,
+            "weight_decay": setup.weight_decay, "curriculum": setup.curriculum, "selection": job.variant.selection,
+            "windows": job.variant.windows(job.base), "state": self.state, "progress": self.note,
             "stop": None if work.until is None else lambda: time.monotonic() >= (work.until or 0.0),
-        }
+        }  # fmt: skip
         self.steps = self.train(job.variant.config(job.base), options)
 
     def train(self, config: Any, options: dict[str, Any]) -> Generator[None, None, list[TrainResult]]:
