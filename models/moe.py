@@ -316,6 +316,7 @@ class MoE(CheckpointModule):
         shared = self._shared(x)
         everyone = self.parallel.gather_tokens(x)
         token_ids = self.parallel.gather_tokens(token_ids) if self.gate.hash else token_ids
+        hidden = hidden if len(x) else None  # a rank without tokens of its own has nothing to predict from
         routed = self.experts(everyone, *self.gate(everyone, token_ids), *shared, hidden)
         return self.parallel.sum_experts(routed, len(x))
 

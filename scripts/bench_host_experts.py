@@ -53,7 +53,7 @@ from deepseek_attn.kernels.moe.types import expert_parts
 from deepseek_attn.lab.bench.layer import reserved_sequences
 from deepseek_attn.layers.weights import parameter
 from deepseek_attn.models.expert_rows import Stacks
-from deepseek_attn.models.host_experts import ExpertRows, LayerExperts
+from deepseek_attn.models.host_experts import AHEAD_LOAD, ExpertRows, LayerExperts
 from deepseek_attn.models.moe import Experts, Gate, MoE
 from deepseek_attn.runner import ModelRunner, build
 from deepseek_attn.runner.graphs import DecodeGraphs
@@ -67,7 +67,6 @@ STEPS, SECONDS = 150, 2.5  # of a routing before it is timed, and as often while
 SETTLING = 400  # steps after which the residents have followed a routing: counts of use halve in 44
 SHIFT_SECONDS, SOAK_BATCH = 5.0, 4  # of a routing of the soak, and requests of its steps
 SOAK_SHARE = 0.8  # of the soak's predictions that are right
-AHEAD_LOAD = 0.5  # pairs per expert up to which steps with predictions make them
 
 
 def main() -> None:
@@ -530,10 +529,9 @@ class Bench:
         return found
 
     def rows_of(self, runner: ModelRunner) -> ExpertRows:
-        """Rows of the model's experts, whose layers predict whatever the default is."""
+        """Rows of the model's experts."""
         if self.rows is None:
             self.rows = runner.expert_rows or rows_on_cpu(runner)
-            predict_experts(runner.whole_model(), AHEAD_LOAD)
         return self.rows
 
     def time_model(self, runner: ModelRunner, given: Given) -> dict[str, Any]:
@@ -848,6 +846,7 @@ def rows_on_cpu(runner: ModelRunner) -> ExpertRows:
     layers = [module for module in runner.model.layers.modules() if isinstance(module, MoE)]
     rows = ExpertRows.of([layer.experts.stacks() for layer in layers], runner.device, None)
     give_rows(layers, (), rows)
+    predict_experts(runner.whole_model(), AHEAD_LOAD)
     rows.watch(runner.model, runner.config.num_experts_per_tok)
     return rows
 

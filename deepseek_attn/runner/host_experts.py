@@ -45,8 +45,7 @@ def hold_experts(
         budget = free - STEP_BYTES - STEP_BYTES_PER_TOKEN * tokens
     rows = ExpertRows.of([layer.experts.stacks() for layer in layers], device, budget, len(in_turn))
     give_rows(in_turn, drafting, rows)
-    if AHEAD_LOAD:
-        predict_experts(model, AHEAD_LOAD)
+    predict_experts(model, AHEAD_LOAD)
     rows.watch(model, config.num_experts_per_tok)
     return rows
 

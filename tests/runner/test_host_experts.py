@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +244,26 @@ def test_the_next_router_predicts(monkeypatch, family):
     runner.close()
 
 
+def test_a_rank_without_tokens_predicts_nothing():
+    """With data-parallel attention, experts see the tokens of all ranks, and hidden states are those of one's own."""
+    runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
+    config = runner.config
+    with held(runner, 4) as rows:
+        blocks = [block for block in runner.model.layers.values() if block.ffn.experts.rows.next_layer is not None]
+        block = blocks[-1]
+        assert not block.ffn.gate.hash
+        for T in (1, 0):
+            x, streams = torch.randn(1, config.hidden_size), torch.randn(T, config.hc_mult, config.hidden_size)
+            block.ffn.parallel = SimpleNamespace(
+                gather_tokens=lambda part, x=x: x, sum_experts=lambda y, T: y[:T], own_tokens=lambda y: y
+            )
+            hidden = block.collapse(streams)
+            assert len(block.ffn(x[:T], torch.zeros(T, dtype=torch.int64), hidden)) == T
+            assert any(layer._guessed for layer in rows.layers) == (T > 0)
+            rows.end()
+    runner.close()
+
+
 def test_a_step_that_fails_behind_a_prediction():
     """Experts that it copied ahead stay; the next step has the same bits."""
     runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
@@ -297,9 +318,8 @@ def test_layers_of_two_formats_have_stacks_of_their_own():
                 assert torch.equal(target.weight[found[experts].long()], source.weight[experts])
 
 
-def test_kernels_are_listed_ahead(monkeypatch):
+def test_kernels_are_listed_ahead():
     """Those of single tokens, which fetch what they need, and of prompts, which count uses alone."""
-    monkeypatch.setattr(held_rows, "AHEAD_LOAD", 0.5)
     pytest.importorskip("triton", reason="the package triton is not installed")
     from deepseek_attn.runner.ahead.recording import recorded_launches
     from deepseek_attn.runner.kernel_list import KernelLists
