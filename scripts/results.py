@@ -492,7 +492,9 @@ def host_experts(data: Data) -> Subject:
     columns = ("ms (x bus)", "tokens/s", "hit rate", "all there, ms")
     names = [f"{part}, {found[part]['cached']} of 256" for part, found in parts]
     names[-1] += ", H100"
-    rows = [["routing", *(f"{name}: {column}" for name in names for column in columns)]]
+    shares = [0.5, 0.8, 1.0]
+    ahead = [f"{names[-1]}, {share} predicted: ms (x bus)" for share in shares]
+    rows = [["routing", *(f"{name}: {column}" for name in names for column in columns), *ahead]]
     for point in (key for key, value in large["model"].items() if isinstance(value, dict) and "over_bus" in value):
         cells = []
         for part, found in parts:
@@ -500,6 +502,8 @@ def host_experts(data: Data) -> Subject:
             cells += [f"{row['seconds'] * 1000:.1f} ({row['over_bus']:.2f})", f"{tokens / row['seconds']:,.0f}"]
             cells += [f"{row['hit_rate']:.3f}" if "hit_rate" in row else ""]
             cells += [f"{row['seconds_all_there'] * 1000:.1f}" if "seconds_all_there" in row else ""]
+        predicted = [h100["model"].get(f"{point}, ahead {share}") for share in shares]
+        cells += [f"{row['seconds'] * 1000:.1f} ({row['over_bus']:.2f})" if row else "" for row in predicted]
         rows.append([point, *cells])
     steps = [(found[part]["uniform, batch 1"], found[part]["expert_bytes"]) for part, found in parts]
     rates = [row["copied"] * nbytes / row["bus_seconds"] / 1e9 for row, nbytes in steps]
@@ -509,34 +513,10 @@ def host_experts(data: Data) -> Subject:
         "all 43, of which the GPU holds as many as fit, or as fit on a card of 80 GB; experts alone, a whole model. "
         f'The bus: copied experts at cudaMemcpy\'s rate ({min(rates):.1f} to {max(rates):.1f} GB/s). "All there": the '
         "same step again. Residents followed Zipf's law for 400 steps before the steps at 118, for at most 150 before "
-        "the others. At 118 and on the H100 32 programs copy, in the others 8. No step predicts experts.",
+        "the others. At 118 and on the H100 32 programs copy, in the others 8. Predicted: this "
+        "part of the experts that are copied ahead of the routing is right; other steps predict none.",
         ["h200_host_experts.json", "h200_host_80gb.json", "h200_host_model.json", "h100_host_model.json"],
         "python scripts/bench_host_experts.py --parts copies,experts,model --cache-bytes BYTES --out FILE",
-        rows,
-    )
-
-
-def experts_ahead(data: Data) -> Subject:
-    model = data("h100_host_model.json")["model"]
-    shares = [0.5, 0.8, 1.0]
-    columns = ["no predictions", *(f"{share} right" for share in shares), "the router's own"]
-    rows = [["routing", *(f"{name}: ms (x bus)" for name in columns), "no predictions: tokens/s", "fastest: tokens/s"]]
-    for batch in (1, 4, 16):
-        for kind in ("uniform", "zipf", "router"):
-            point = f"{kind}, batch {batch}"
-            own = round(model["router"], 3)
-            names = [point, *(f"{point}, ahead {share}" for share in shares), f"{point}, ahead {own}"]
-            found = [model.get(name) for name in names]
-            cells = [f"{row['seconds'] * 1000:.1f} ({row['over_bus']:.2f})" if row else "" for row in found]
-            rates = [batch / row["seconds"] for row in found if row]
-            rows.append([point, *cells, f"{rates[0]:,.1f}", f"{max(rates):,.1f}"])
-    return Subject(
-        "Experts copied ahead of the routing",
-        f"V4-Flash on one H100 of 80 GB, {model['cached']} of 256 experts of each layer on the GPU, whole decode steps "
-        "in turn; columns: steps without predictions, and with predictions of which a set part is right. Router: the "
-        f"routings and predictions of routers with random weights, of which {model['router']:.2f} are right.",
-        ["h100_host_model.json"],
-        "python scripts/bench_host_experts.py --parts model --gpu h100 --shares 0.5,0.8,1.0 --out FILE",
         rows,
     )
 
@@ -732,7 +712,7 @@ def checks(data: Data) -> Subject:
 
 SUBJECTS: list[Callable[[Data], Subject]] = [
     attention_decode, attention_prefill, whole_step, experts, ops, index_scores, flash_mla, other_layers, prompts,
-    engine, drafts, features, ranks, host_experts, experts_ahead, cold_start, other_programs, checks,
+    engine, drafts, features, ranks, host_experts, cold_start, other_programs, checks,
 ]  # fmt: skip
 
 
