@@ -5,7 +5,7 @@
     python scripts/pictures.py decode docs/data
 
 ``study`` draws the plots of an experiment's report: every quality against bytes and decode time, by context length and
-over the training. ``decode`` draws decode times beside vLLM's and FlashMLA's, from h200_beside_vllm.json and
+over the training. ``decode`` draws decode times beside vLLM's and FlashMLA's, from h200_beside_vllm33.json and
 h200_attention_decode.json of the given folder, and writes decode.svg there.
 """
 
@@ -89,7 +89,7 @@ def kernels_beside_flashmla(results: list[dict]) -> list[Beside]:
 def decode_picture(folder: Path) -> str:
     """Our time divided by the competitor's: a bar per case, shorter than the line at 1 where we are faster."""
     groups = {
-        "attention layer, beside vLLM 0.26": layers_beside_vllm(read(folder / "h200_beside_vllm.json")["layers"]),
+        "attention layer, beside vLLM 0.33": layers_beside_vllm(read(folder / "h200_beside_vllm33.json")["layers"]),
         "attention alone, beside FlashMLA": kernels_beside_flashmla(
             read(folder / "h200_attention_decode.json")["results"]
         ),
@@ -120,7 +120,7 @@ def decode_picture(folder: Path) -> str:
         axes.legend(loc="lower center", bbox_to_anchor=(0.45, 1.0), ncols=2, frameon=False, fontsize=8)
 
     return svg_element(
-        paint, "V4-Flash decode on one H200 at 128K tokens, beside vLLM and FlashMLA", "decode", (7.6, 6)
+        paint, "V4-Flash decode on one H200 at 128K tokens, beside vLLM 0.33 and FlashMLA", "decode", (7.6, 6)
     )
 
 

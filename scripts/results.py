@@ -26,6 +26,7 @@ each result, earlier versions and what was tried. An empty cell was not measured
 [floor](method.md#floors). A ratio below 1: this library is faster.
 """
 NO_COMMAND = "a program with both libraries in one process, which the data files describe"
+BESIDE_VLLM = "h200_beside_vllm.json", "h100_beside_vllm.json", "h200_beside_vllm33.json"
 MODELS = {"flash": "V4-Flash", "pro": "V4-Pro", "v4_flash": "V4-Flash", "v4_pro": "V4-Pro", "v32": "V3.2",
           "v41_flash": "V4.1-Flash"}  # fmt: skip
 KINDS = {"swa": "SWA", "c4a": "C4A", "c128a": "C128A"}
@@ -99,45 +100,44 @@ def size(tokens: int) -> str:
 
 
 def attention_decode(data: Data) -> Subject:
-    h200, h100 = data("h200_beside_vllm.json")["layers"], data("h100_beside_vllm.json")["layers"]
-    batches = (1, 8, 32, 128)
-    rows = [["model", "kind", "context", *(f"H200, B = {b}" for b in batches), *(f"H100, B = {b}" for b in batches)]]
+    h200, h100, newer = (data(name)["layers"] for name in BESIDE_VLLM)
+    batches, cards = (1, 8, 32, 128), {"H200": h200, "H200, vLLM 0.33": newer, "H100": h100}
+    rows = [["model", "kind", "context", *(f"{card}, B = {b}" for card in cards for b in batches)]]
     points = dict.fromkeys((r["model"], r["kind"], r["context"]) for r in h200 if r["phase"] == "decode")
     for model, kind, context in sorted(points, key=lambda p: (p[0], list(KINDS).index(p[1]), p[2])):
         cells = [
             beside(find(card, phase="decode", model=model, kind=kind, context=context, batch=b), "ours_us", "vllm_us")
-            for card in (h200, h100)
+            for card in cards.values()
             for b in batches
         ]
         rows.append([MODELS[model], KINDS[kind], size(context), *cells])
     return Subject(
         "Attention layers beside vLLM, decode",
-        "One attention layer, microseconds, ours / vLLM 0.26 (ratio); `serving` numerics.",
-        ["h200_beside_vllm.json", "h100_beside_vllm.json"],
+        "One attention layer, microseconds, ours / vLLM 0.26 or 0.33 (ratio); `serving` numerics.",
+        list(BESIDE_VLLM),
         NO_COMMAND,
         rows,
     )
 
 
 def attention_prefill(data: Data) -> Subject:
-    h200, h100 = data("h200_beside_vllm.json")["layers"], data("h100_beside_vllm.json")["layers"]
-    newer = data("h200_beside_vllm33.json")["layers"]
+    h200, h100, newer = (data(name)["layers"] for name in BESIDE_VLLM)
     points = [(4096, 8192), (8192, 8192), (4096, 131072), (8192, 131072)]
     names = [f"{tokens} : {size(context)}" for tokens, context in points]
-    cards = "H200", "H100", "H200, vLLM 0.33"
+    cards = {"H200": h200, "H200, vLLM 0.33": newer, "H100": h100}
     rows = [["model", "kind", *(f"{card}, {n}" for card in cards for n in names)]]
     for model, kind in [(m, k) for m in ("flash", "pro") for k in KINDS if (m, k) != ("pro", "swa")]:
         wanted = {"phase": "prefill", "model": model, "kind": kind}
         cells = [
             beside(find(card, **wanted, tokens=tokens, context=context), "ours_us", "vllm_us", 1000, 2)
-            for card in (h200, h100, newer)
+            for card in cards.values()
             for tokens, context in points
         ]
         rows.append([MODELS[model], KINDS[kind], *cells])
     return Subject(
         "Attention layers beside vLLM, prefill",
         "Milliseconds, ours / vLLM 0.26 or 0.33 (ratio); tokens computed : length after them.",
-        ["h200_beside_vllm.json", "h100_beside_vllm.json", "h200_beside_vllm33.json"],
+        list(BESIDE_VLLM),
         NO_COMMAND,
         rows,
     )
@@ -308,11 +308,13 @@ def ops(data: Data) -> Subject:
         rows.append([f"`moe_route`, {MODELS[model]}", sizes, times([row and row["us"] for row in found]), "", ""])
     h200 = [row for row in data("h200_topk.json")["rows"] if row.get("run") == 2 and row["kernel"] == "topk_kernel"]
     h100 = data("h100_topk.json")["rows"]
+    topk: list[list[str]] = []
     for width, counts in ((2048, (1, 4096)), (32768, (64, 256, 4096)), (131072, (32,)), (262144, (1, 8))):
         ours = [find(h200, T=count, W=width, k=512, scores="normal") for count in counts]
         theirs = [find(h100, T=count, W=width, k=512, kind="n") for count in counts]
         cells = [times([row and row["us"] for row in ours]), times([row and row["orig"] for row in theirs])]
-        rows.append(["`topk_indices`", f"{', '.join(map(str, counts))} x {width:,}", *cells, ""])
+        topk.append([f"{', '.join(map(str, counts))} x {width:,}", *cells])
+    rows.append(["`topk_indices`", *("; ".join(column) for column in zip(*topk, strict=True)), ""])
     v4 = [row for part in data("h200_ops.json") for row in part["rows"] if row["implementation"] == "triton"]
     v32 = [row for row in data("h200_v32_ops.json")["rows"] if row["implementation"] == "triton"]
     for measured, names in (
@@ -364,11 +366,12 @@ def drafts(data: Data) -> Subject:
     cards = {"H200": data("h200_drafts.json")["small"], "CPU": data("cpu_drafts.json")["rows"]}
     points = [(card, batch) for card in cards for batch in (1, 8, 32) if find(cards[card], batch=batch)]
     whole = data("h200_speculation.json")["rows"]
-    titles = [f"V4-Flash, H200, B = 1, {rate} % right" for rate in (60, 85)]
+    lots = [(batch, rate) for batch in sorted({row["batch"] for row in whole}) for rate in (0.6, 0.85)]
+    titles = [f"V4-Flash, H200, B = {batch}, {rate:.0%} right" for batch, rate in lots]
     rows = [["drafts", *(f"{card}, B = {batch}" for card, batch in points), *titles]]
     for count in range(4):
         found = [find(cards[card], batch=batch, drafts=count) for card, batch in points]
-        found += [find(whole, batch=1, drafts=count, acceptance=rate if count else None) for rate in (0.6, 0.85)]
+        found += [find(whole, batch=batch, drafts=count, acceptance=rate if count else None) for batch, rate in lots]
         cells = [f"{r['tokens_per_second']:,.0f} ({r['speedup']:.2f}; {r['tokens_per_step']:.2f})" for r in found if r]
         rows.append([str(count), *cells])
     return Subject(
@@ -406,7 +409,7 @@ def cold_start(data: Data) -> Subject:
     h100 = data("h100_cold_start.json")
     cards = {
         "H200": [row for row in data("h200_cold_start.json")["asked_first"]["rows"] if row["code"] == "after"],
-        "H100": h100["rows"],
+        "H100": h100["rows"] + h100["v4_flash"]["rows"],
         "H100, another": h100["another_machine"],
     }
     stages = ("model", "first token", "second token", "all kernels compiled")
@@ -419,8 +422,8 @@ def cold_start(data: Data) -> Subject:
         rows.append([MODELS.get(model, str(model)), "empty" if cache == "ahead" else str(cache), *cells])
     return Subject(
         "Cold start",
-        "Seconds from the start of the process, all runs; V4-Flash's shapes with 6 layers and 32 experts, and the "
-        "small model.",
+        "Seconds from the start of the process, all runs; V4-Flash's shapes with 6 layers and 32 experts, on a third "
+        "H100, and the small model.",
         ["h200_cold_start.json", "h100_cold_start.json"],
         "python scripts/bench_cold_start.py --out FILE",
         rows,
@@ -457,30 +460,6 @@ def other_programs(data: Data) -> Subject:
         f"of `official` numerics {far['official']:.1%}; {same} have the same argmax.",
         ["cpu_transformers.json", "cpu_fastllm.json"],
         "python scripts/bench_transformers.py",
-        rows,
-    )
-
-
-def features(data: Data) -> Subject:
-    measured = data("h200_engine_features.json")["rows"]
-    cards = {"H200": data("h200_structured.json")["rows"], "CPU": data("cpu_structured.json")["rows"]}
-    rows = [["structure", *(f"{card}: {what}, us" for card in cards for what in ("mask", "applying"))]]
-    rates = [f"{row['tokens_per_second']:.1f} ({row['speedup']:.2f})" for row in measured]
-    for structure in (row["structure"] for row in cards["H200"]):
-        cells = []
-        for card in cards.values():
-            row = find(card, structure=structure)
-            spread = f"{time(row['microseconds'])} ({row['low']:.0f} to {row['high']:.0f})" if row else ""
-            cells += [spread, time(row["apply_us"]) if row else ""]
-        rows.append([structure, *cells])
-    return Subject(
-        "Log-probabilities and structured output",
-        "One request of V4-Flash's 43 layers with 16 random experts each, as CUDA graphs on an H200, tokens/s (ratio): "
-        f"{rates[0]} with neither, {rates[1]} with 5 log-probabilities, {rates[2]} with a JSON schema. Masks are made "
-        "on the host (median, 10 to 90 %; the CPU: another machine and tokenizer), over 129,280 tokens, while the "
-        "device computes.",
-        ["h200_engine_features.json", "h200_structured.json", "cpu_structured.json"],
-        data("h200_engine_features.json")["command"],
         rows,
     )
 
@@ -546,86 +525,184 @@ def prompts(data: Data) -> Subject:
     )
 
 
-def targets(data: Data) -> list[tuple[str, str, list[str]]]:
-    """What was aimed at, in ratios of times: the target, what is measured, and how busy an H100 is there."""
-    cards = {"H200": data("h200_beside_vllm.json")["layers"], "H100": data("h100_beside_vllm.json")["layers"]}
-    copies = {"H200": data("h200_model.json")["ceilings"]["copy"], "H100": data("h100_model.json")["ceilings"]["copy"]}
-    beside_vllm, rows = ["h200_beside_vllm.json", "h100_beside_vllm.json", "h100_counters.json"], []
+def targets(data: Data) -> Subject:
+    """What was aimed at, in ratios of times, a row each: measured, met, and what limits it."""
+    cards: list[str] = ["H200", "H100", "H200, vLLM 0.33"]
+    peers = {card: data(name)["layers"] for card, name in zip(cards, BESIDE_VLLM, strict=True)}
+    counters = data("h100_counters.json")["rows"]
+    rows = [["what", "target", "measured", "met", "what limits it", "data"]]
 
     def add(
-        what: str, target: float, found: Mapping[str, Sequence[float | None]], files: list[str], case: str = ""
-    ) -> None:
-        text = "; ".join(
-            f"{card} {', '.join(f'{one:.2f}' for one in ratios if one is not None)}" for card, ratios in found.items()
-        )
-        values = [round(one, 2) <= target for ratios in found.values() for one in ratios if one is not None]
-        busy = find(data("h100_counters.json")["rows"], case=case)
+        what: str, target: float, found: Mapping[str, Sequence[float | None]], limit: str, *files: str,
+        least: bool = False, spread: bool = False, case: str = "",
+    ) -> None:  # fmt: skip
+        """``found``: ratios by card; ``case``: a row of the counters, whose busy units precede ``limit``."""
+        known = {card: [round(one, 2) for one in ratios if one is not None] for card, ratios in found.items()}
+        known = {card: ratios for card, ratios in known.items() if ratios}
+        shown = {
+            card: f"{min(ratios):.2f} to {max(ratios):.2f}" if spread else ", ".join(f"{one:.2f}" for one in ratios)
+            for card, ratios in known.items()
+        }
+        met = [one >= target if least else one <= target for ratios in known.values() for one in ratios]
+        busy = find(counters, case=case)
         parts = {"tensor": "tensor cores", "issue": "issue slots", "dram": "DRAM"}
-        limit = ", ".join(f"{name} {busy[key]:.0f} %" for key, name in parts.items()) if busy else ""
-        met = f"{sum(values)} of {len(values)} met" + (f"; busy: {limit}" if limit else "")
-        rows.append((f"Target {target:.2f}: {what}", f"{text}: {met}", files))
+        units = (
+            [f"an H100 is busy: {', '.join(f'{name} {busy[k]:.0f} %' for k, name in parts.items())}"] if busy else []
+        )
+        cells = [
+            what,
+            f"{'at least' if least else 'at most'} {target:.2f}",
+            "; ".join(f"{card} {text}" for card, text in shown.items()),
+            f"{sum(met)} of {len(met)}",
+            "; ".join([*units, *([limit] if limit else [])]),
+        ]
+        rows.append([*cells, links(*files, *(["h100_counters.json"] if busy else []))])
 
     def of_vllm(card: str, **point: object) -> float | None:
-        row = find(cards[card], **point)
+        row = find(peers[card], **point)
         return row["ours_us"] / row["vllm_us"] if row else None
 
+    found = data("h200_flashinfer.json")["rows"]
+    sizes = list(dict.fromkeys(row["tokens"] for row in found))
+    fastest: dict[str, list[float | None]] = {}
+    for model in ("v4_flash", "v4_pro"):
+        of_model = [find(found, model=model, tokens=tokens) for tokens in sizes]
+        fastest[MODELS[model]] = [
+            row["ours_us"] / min(row["flashinfer_us"], row["humming_us"]) if row else None for row in of_model
+        ]
+    add(f"Routed experts over the faster of FlashInfer and Humming, H200, {', '.join(map(str, sizes))} tokens", 1.0,
+        fastest, "theirs have one scale for a row of inputs; a scale for 128 channels, as published, costs 96 cycles "
+        "of float32 additions beside 192 of products", "h200_flashinfer.json", "h200_expert_tiles.json")  # fmt: skip
+    sglang = [row for row in data("h200_prefill_fp8.json")["rows"] if "sglang_fp8_us" in row]
+    wrong = [row["sglang_fp8_error"] for row in sglang]
+    speed = {
+        f"{heads} heads": [r["flash_mla_over_fp8"] for r in sglang if (r["queries"], r["heads"]) == (4096, heads)]
+        for heads in (64, 128)
+    }
+    add("FP8 prefill attention: FlashMLA's time over SGLang's, 4096 queries, H200", 1.15, speed,
+        f"so no FP8 switch: casting queries takes longer than it saves, outputs are {min(wrong):.1%} to "
+        f"{max(wrong):.1%} from float32", "h200_prefill_fp8.json", least=True)  # fmt: skip
+    steps = {
+        phase: {
+            card: [row["ours_us"] / row["vllm_us"] for row in layers if row["phase"] == phase]
+            for card, layers in peers.items()
+        }
+        for phase in ("prefill", "decode")
+    }
+    limit = (
+        "C4A at 128K: index scores; elsewhere FP8 products and FlashMLA's attention, which both have, take two thirds"
+    )
+    add("All prefill layers over vLLM's time", 0.85, steps["prefill"], limit, *BESIDE_VLLM, spread=True)
     prompt = {"phase": "prefill", "model": "flash", "kind": "c4a", "tokens": 4096, "context": 131072}
     scores = "index_scores FP8, {}, 32768 entries"
-    case = scores.format("1024 queries of one request")
     add("V4-Flash's C4A, 4096 tokens of a prompt at 128K, over vLLM's time", 0.85,
-        {card: [of_vllm(card, **prompt)] for card in cards}, beside_vllm, case)  # fmt: skip
+        {card: [of_vllm(card, **prompt)] for card in peers},
+        "scores at 80 % of the FP8 product with a free selection: [0.86](notebook.md#what-missed-targets-would-take)",
+        *BESIDE_VLLM, case=scores.format("1024 queries of one request"))  # fmt: skip
+    limit = "reading index keys (next row) or weights: V4-Pro's at copy speed are 64 % of its C4A layer"
+    add("All decode layers over vLLM's time", 0.80, steps["decode"], limit, *BESIDE_VLLM, spread=True)
     points = (("flash", 131072, 128), ("flash", 1 << 20, 8), ("pro", 131072, 1))
     keys = ("model", "context", "batch")
     decode = {
         card: [of_vllm(card, phase="decode", kind="c4a", **dict(zip(keys, one, strict=True))) for one in points]
-        for card in cards
+        for card in peers
     }
-    what = "C4A over vLLM's time: V4-Flash, 128K x 128 and 1M x 8; V4-Pro, 128K x 1"
-    add(what, 0.80, decode, beside_vllm, scores.format("128 requests"))
+    add("C4A over vLLM's time: V4-Flash, 128K x 128 and 1M x 8; V4-Pro, 128K x 1", 0.80, decode,
+        "index keys are read at 90 % of a copy's rate", *BESIDE_VLLM,
+        case=scores.format("128 requests"))  # fmt: skip
+    copies = {"H200": data("h200_model.json")["ceilings"]["copy"], "H100": data("h100_model.json")["ceilings"]["copy"]}
     h200 = [row for row in data("h200_topk.json")["rows"] if row.get("run") == 2 and row["kernel"] == "topk_kernel"]
-    sizes, reads = ((1, 262144), (8, 262144), (64, 32768)), dict[str, list[float | None]]()
-    for count, width in sizes:
+    reads: dict[str, list[float | None]] = {}
+    for count, width in ((1, 262144), (8, 262144), (64, 32768)):
         ours = find(h200, T=count, W=width, k=512, scores="normal")
         other = find(data("h100_topk.json")["rows"], T=count, W=width, k=512, kind="n")
         for card, us in (("H200", ours and ours["us"]), ("H100", other and other["orig"])):
             reads.setdefault(card, []).append(us / (5 + 2 * 4 * count * width / copies[card] * 1e6) if us else None)
-    what = "`topk_indices` of 1 and 8 x 262,144 and 64 x 32,768 over two reads and 5 us"
-    add(what, 1.0, reads, ["h200_topk.json", "h100_topk.json", "h100_counters.json"], "topk 8x262144 k=512")
+    add("`topk_indices` of 1 and 8 x 262,144 and 64 x 32,768 over two reads and 5 us", 1.0, reads,
+        "rounds of a search, one after the other", "h200_topk.json", "h100_topk.json",
+        case="topk 8x262144 k=512")  # fmt: skip
     v41 = data("h200_v41_layers.json")["rows"]
     kinds = list(dict.fromkeys(row["kind"] for row in v41 if row["model"] == "v41_flash"))
-    over = []
+    over: dict[str, list[float | None]] = {}
     for batch, kind in [(batch, kind) for batch in (1, 32) for kind in kinds]:
         at = {"model": "v41_flash", "kind": kind, "batch": batch}
         pair = [find(v41, **at, numerics=numerics) for numerics in ("official", "serving")]
-        over += [pair[0]["microseconds"] / pair[1]["microseconds"]] if pair[0] and pair[1] else []
-    what = f"V4.1-Flash's layers, `official` over `serving`, B = 1, then 32: {', '.join(kinds)}"
-    add(what, 1.5, {"H200": over}, ["h200_v41_layers.json"])
+        ratio = pair[0]["microseconds"] / pair[1]["microseconds"] if pair[0] and pair[1] else None
+        over.setdefault(f"H200, B = {batch}", []).append(ratio)
+    add(f"V4.1-Flash's layers, `official` over `serving`: {', '.join(kinds)}", 1.5, over,
+        "linears read 32 channels at a time, so a quarter of the bytes are in flight",
+        "h200_v41_layers.json")  # fmt: skip
     points = {"model": "v41_flash", "numerics": "serving", "batch": 1}
     alone = find(data("h200_v41.json")["v4"], kind="C4A", batch=1, context=8192)
-    c4a = find(cards["H200"], phase="decode", model="flash", kind="c4a", context=8192, batch=1)
+    c4a = find(peers["H200"], phase="decode", model="flash", kind="c4a", context=8192, batch=1)
     swa = find(v41, model="v4_flash", kind="SWA", batch=1)
     like = {
         "SWA": swa and swa["microseconds"] / swa["floor_us"],
         "C4A": alone and c4a and c4a["ours_us"] / alone["floor_us"],
     }
-    over = []
+    floors: list[float | None] = []
     for kind in kinds:
         row, other = find(v41, **points, kind=kind), like["C4A" if kind.endswith(("full", "reindex")) else "SWA"]
-        over += [row["microseconds"] / row["floor_us"] / other] if row and other else []
-    what = f"x floor of V4.1-Flash's {', '.join(kinds)} over that of V4-Flash's SWA or C4A, B = 1, 8K"
-    add(what, 1.0, {"H200": over}, ["h200_v41_layers.json", "h200_v41.json", "h200_beside_vllm.json"])
-    return rows
+        floors.append(row["microseconds"] / row["floor_us"] / other if row and other else None)
+    add(f"x floor of V4.1-Flash's {', '.join(kinds)} over that of V4-Flash's SWA or C4A, B = 1, 8K", 1.0,
+        {"H200": floors}, "launches one after the other: a selection adds 26 us, making entries 13",
+        "h200_v41_layers.json", "h200_v41.json", "h200_beside_vllm.json")  # fmt: skip
+    run = data("cpu_fastllm.json")
+    pairs = {f"{one['threads']} thread{', pinned' if one is not run else ''}": list(one["ratio"].values())
+             for one in (run, *run["pinned"])}  # fmt: skip
+    add("Small model on a CPU, prefill of 1024 tokens and decode, over fastllm's time", 1.0, pairs,
+        "two threads: [one round on busy cores](notebook.md#cpu-does-fastllm-compute-the-same), 0.54 and 0.02",
+        "cpu_fastllm.json")  # fmt: skip
+    pair_of = [
+        row for one in data("h200_ranks.json")["runs"][:2] for row in one["rows"] if row.get("sums") == "as it is"
+    ]
+    two = [min(r["ms"] for r in pair_of if r["batch"] == batch) / most for batch, most in ((1, 4.8), (32, 12.0))]
+    add("V4-Flash on two H200s, one request over 4.8 ms, 32 over 12 ms", 1.0, {"H200": two},
+        "bytes of weights: 4.84 and 14.52 ms by `plan`'s count; 32 tokens choose 136 of 256 experts",
+        "h200_ranks.json")  # fmt: skip
+    lots = [row for row in data("h200_speculation.json")["rows"] if row["drafts"]]
+    gains: dict[str, list[float | None]] = {}
+    for batch, rate in sorted({(row["batch"], row["acceptance"]) for row in lots}):
+        found = [row["speedup"] for row in lots if (row["batch"], row["acceptance"]) == (batch, rate)]
+        gains.setdefault(f"B = {batch}", []).append(max(found))
+    add("V4-Flash's tokens/s with the best of 1 to 3 drafts over none, 60, then 85 % right, H200", 1.0, gains,
+        "experts that only drafts choose: the first adds 1.4 ms to a step of 5.2 at B = 1, 4.4 to 11.0 at 8",
+        "h200_speculation.json", least=True)  # fmt: skip
+    return Subject(
+        "Targets of speed",
+        "Ratios, an entry for each case, and the number of entries that meet the target; vLLM is 0.26 where no version "
+        "is named. The [notebook](notebook.md#targets) has earlier targets.",
+        [],
+        "",
+        rows,
+    )
 
 
 def checks(data: Data) -> Subject:
-    """Targets, checks, soaks and comparisons of choices, a row each."""
+    """Checks, soaks and comparisons of choices, a row each."""
     rows = [["measurement", "result", "data"]]
 
     def add(name: str, result: str, *files: str) -> None:
         rows.append([name, result, links(*files)])
 
-    for name, result, files in targets(data):
-        add(name, result, *files)
+    rates = [f"{row['tokens_per_second']:.1f}" for row in data("h200_engine_features.json")["rows"]]
+    add(
+        "V4-Flash's 43 layers with 16 random experts each, one request, tokens/s, H200",
+        f"{rates[0]}; with 5 log-probabilities {rates[1]}, with a JSON schema {rates[2]}",
+        "h200_engine_features.json",
+    )
+    masks = {"H200": data("h200_structured.json")["rows"], "a CPU": data("cpu_structured.json")["rows"]}
+    ways = []
+    for structure in (row["structure"] for row in masks["H200"]):
+        found = [find(measured, structure=structure) for measured in masks.values()]
+        parts = [f"{time(row['microseconds'])} + {time(row['apply_us'])}" for row in found if row]
+        ways.append(f"{structure}: {', '.join(parts)}")
+    add(
+        "Structured output: making a mask and applying it, us, with an H200 and on a CPU, 129,280 tokens",
+        "; ".join(ways),
+        "h200_structured.json",
+        "cpu_structured.json",
+    )
     mla = data("h100_flash_mla_tests.json")
     failed = f"{mla['wrong']} wrong, {mla['out of memory']} did not fit into their part of the memory"
     add(
@@ -680,29 +757,27 @@ def checks(data: Data) -> Subject:
     rates = [exact[key][0]["tokens_per_second"] for key in ("deterministic", "default")]
     many = f"{rates[0]:.0f} tokens/s, {rates[1]:.0f} without"
     add("`deterministic=True`, 6 layers, one request, H200", many, "h200_deterministic.json")
-    sglang = [row for row in data("h200_prefill_fp8.json")["rows"] if "sglang_fp8_us" in row]
-    over = [1 / row["flash_mla_over_fp8"] for row in sglang]
-    wrong = [row["sglang_fp8_error"] for row in sglang]
-    many = f"{min(over):.2f} to {max(over):.2f} of FlashMLA's time, {min(wrong):.1%} to {max(wrong):.1%} from float32"
-    add("SGLang's FP8 prefill attention, H200 ([notebook](notebook.md))", many, "h200_prefill_fp8.json")
     found = data("h200_v41_experts.json")["experts"]
     many = ", ".join(f"{row['tokens']}: {time(row['us'])}" for row in found)
     name = f"V4.1-Flash's routed experts by tokens, us, `{found[0]['kernel']}`, H200"
     add(name, many, "h200_v41_experts.json")
-    count = len(data("h200_experts.json")["rows"])
-    add("Experts beside Humming, versions and tiles, H200", f"{count} times", "h200_experts.json")
     tried = ("h200_few_tokens.json", "h200_layer_choices.json", "h200_layer_linears.json", "h200_attend_heads.json",
-             "h200_wide_linears.json", "h100_counters.json")  # fmt: skip
+             "h200_wide_linears.json", "h100_counters.json", "h200_experts.json")  # fmt: skip
     alone = ("h200_layers_decode.json", "h200_layers_prefill.json")
     count = sum(len(data(name)["rows"]) for name in tried) + sum(len(p["rows"]) for name in alone for p in data(name))
     many = f"{count:,} rows ([notebook](notebook.md))"
-    add("Other tiles and splits, hardware counters, attention layers alone with their kernels", many, *tried, *alone)
+    add(
+        "Other tiles, splits and versions, hardware counters, attention layers alone with their kernels",
+        many,
+        *tried,
+        *alone,
+    )
     studies = ("h200_schedules.json", "h200_study_recall.json", "h200_study_rates.json", "cpu_width_rates.json",
                "h200_checkpoint_layers.json")  # fmt: skip
     count = sum(len(data(name)["rows"]) for name in studies)
     add("Costs and recall of compress-ratio schedules", f"{count} rows ([experiments](experiments.md))", *studies)
     return Subject(
-        "Targets, checks, soaks and choices",
+        "Checks, soaks and choices",
         "One row for each; the data files have commands and details.",
         [],
         "",
@@ -712,7 +787,7 @@ def checks(data: Data) -> Subject:
 
 SUBJECTS: list[Callable[[Data], Subject]] = [
     attention_decode, attention_prefill, whole_step, experts, ops, index_scores, flash_mla, other_layers, prompts,
-    engine, drafts, features, ranks, host_experts, cold_start, other_programs, checks,
+    engine, drafts, ranks, host_experts, cold_start, other_programs, targets, checks,
 ]  # fmt: skip
 
 
