@@ -246,9 +246,9 @@ class FetchProblem:
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """Launches of `fetch_experts`: ``choose`` which experts go where, then ``copy`` w1 and w3 of them, then w2.
+    """Launches of `fetch_experts` or `prefetch_experts`.
 
-    Of `prefetch_experts`: ``choose`` likewise, then ``copy`` all three.
+    ``choose`` which experts go where, then ``copy`` w1 and w3 of them, then w2.
     """
 
     choose: Choice

@@ -244,6 +244,35 @@ def test_the_next_router_predicts(monkeypatch, family):
     runner.close()
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_predictions_run_beside_the_router_in_graphs(monkeypatch, captured):
+    """Elsewhere they would delay the routing: they follow it, and the launch of its copies. Bits are the same."""
+    runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
+    expected = runner.score([[5, 9]], 1)
+    order = []
+    forward, predict = Gate.forward, Gate.predict
+    monkeypatch.setattr(Gate, "forward", lambda self, *args: (order.append(("route", self)), forward(self, *args))[1])
+
+    def predicted(self, x):
+        with monkeypatch.context() as patch:
+            patch.setattr(Gate, "forward", forward)
+            order.append(("predict", self))
+            return predict(self, x)
+
+    monkeypatch.setattr(Gate, "predict", predicted)
+    monkeypatch.setattr(host_experts.LayerExperts, "_is_captured", captured)
+    with held(runner, 4) as rows:
+        assert all(map(torch.equal, runner.score([[5, 9]], 1), expected))
+        assert rows.stats.ahead > 0
+    gates = [block.ffn.gate for block in runner.model.layers.values()]
+    assert sum(kind == "predict" for kind, _ in order) > 2
+    for before, (kind, gate), after in zip(order, order[1:], order[2:], strict=False):
+        if kind == "predict":
+            own = ("route", gates[gates.index(gate) - 1])
+            assert (after if captured else before) == own
+    runner.close()
+
+
 def test_a_rank_without_tokens_predicts_nothing():
     """With data-parallel attention, experts see the tokens of all ranks, and hidden states are those of one's own."""
     runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
