@@ -28,7 +28,7 @@ TASK_OPTIONS = {
     "frequent_words": (*SYNTHETIC, "words"),
 }
 TASKS = tuple(TASK_OPTIONS)
-TRAINING_KEYS = ("steps", "batch", "seq_len", "lr", "weight_decay", "curriculum")
+TRAINING_KEYS = ("steps", "batch", "seq_len", "lr", "weight_decay", "curriculum", "eval_batches")
 RUN_KEYS = ("task", "size", "seeds", "variants")
 LENGTHS = (1, 2, 4, 8)
 LM_EVAL = "pip install 'deepseek-attn[lm-eval]'"
@@ -79,6 +79,7 @@ class TaskSettings:
     Attributes:
         task: of `TASKS`; options: its options, such as ``gap``.
         steps, batch, seq_len, lr, weight_decay, curriculum: see `deepseek_attn.training.train`.
+        eval_batches: batches of the held-out split that quality is measured on.
         size: a name of `SIZES` for the models; None: the experiment's base.
         seeds: of these models; None: all of the experiment.
         variants: names of the variants that are trained; None: all.
@@ -92,6 +93,7 @@ class TaskSettings:
     lr: float
     weight_decay: float
     curriculum: float
+    eval_batches: int
     size: str | None
     seeds: tuple[int, ...] | None
     variants: tuple[str, ...] | None
@@ -99,7 +101,7 @@ class TaskSettings:
     @property
     def training(self) -> dict[str, Any]:
         """Settings that change a result, besides variant, seed and base."""
-        chosen = ("size", "seeds", "variants")
+        chosen = ("eval_batches", "size", "seeds", "variants")
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in chosen}
 
 
@@ -110,7 +112,6 @@ class TrainSettings:
     Attributes:
         tasks: by a label for the report, in the order in which they run.
         text: a text file; None: the text that comes with the library.
-        eval_batches: batches of the held-out split that quality is measured on.
         lengths: multiples of the training's ``seq_len`` at which models are evaluated.
         lanes: models that one process trains at the same time on a GPU, each on a stream of its own.
         deterministic: one seed gives one result on a GPU too.
@@ -120,7 +121,6 @@ class TrainSettings:
 
     tasks: dict[str, TaskSettings]
     text: str | None
-    eval_batches: int
     lengths: tuple[int, ...]
     lanes: int
     deterministic: bool
@@ -295,8 +295,8 @@ def _train(section: _Section) -> TrainSettings:
         if not isinstance(value, bool):
             reader.problem(f"train.{key} is {value!r}: expected true or false")
     return TrainSettings(
-        found, section.path("text"), section.integer("eval_batches", 4), tuple(sorted({1, *lengths})),
-        section.integer("lanes", 1), bool(chosen["deterministic"]), bool(chosen["together"]),
+        found, section.path("text"), tuple(sorted({1, *lengths})), section.integer("lanes", 1),
+        bool(chosen["deterministic"]), bool(chosen["together"]),
     )  # fmt: skip
 
 
@@ -310,10 +310,10 @@ def _task(section: _Section, name: str, options: Any, shared: Mapping[str, Any])
             f"label, is one of {', '.join(TASKS)}"
         )
         return None
-    defaults = {"lr": 1e-3, "weight_decay": 0.1, "curriculum": 0.0}
+    defaults = {"lr": 1e-3, "weight_decay": 0.1, "curriculum": 0.0, "eval_batches": 4}
     values = {key: options.get(key, shared[key]) for key in TRAINING_KEYS}
     values |= {key: default for key, default in defaults.items() if values[key] is None}
-    for key in ("steps", "batch", "seq_len"):
+    for key in ("steps", "batch", "seq_len", "eval_batches"):
         if values[key] is None:
             reader.missing(f"{label}.{key} (or train.{key})")
         reader.as_integer(f"{label}.{key}", values[key])

@@ -289,12 +289,14 @@ def _train_units(experiment: Experiment, device: str) -> list[Unit]:
     settings = experiment.train
     if settings is None:
         return []
-    shared = {"device": device, "eval_batches": settings.eval_batches, "lengths": settings.lengths}
-    shared |= {"deterministic": settings.deterministic and device != "cpu"}
+    shared = {
+        "device": device, "lengths": settings.lengths, "deterministic": settings.deterministic and device != "cpu",
+    }  # fmt: skip
     units = []
     for label, setup in settings.tasks.items():
         base, read = experiment.base_of(setup), {}
         inputs: dict[str, Any] = {"base": base.to_dict(), "task": label, "settings": setup.training, **shared}
+        inputs["eval_batches"] = setup.eval_batches
         if setup.task == "text":
             read = _text_file(settings)
             text = {"text": name_of(settings.text), "vocab_size": base.vocab_size, **setup.options}

@@ -106,7 +106,7 @@ class Scored(NamedTuple):
 def measure_trained(result: TrainResult, job: TrainJob, task: Task) -> TrainedResult:
     """Measures a trained model on held-out data."""
     setup, settings = job.setup, job.settings
-    count = setup.batch * settings.eval_batches
+    count = setup.batch * setup.eval_batches
     lengths, distances, depths, positions = [], [], [], []
     answers = 0
     with torch.no_grad():
