@@ -96,7 +96,8 @@ def test_single_layers_are_changed(tmp_path):
 
 
 def test_tasks_choose_sizes_seeds_and_variants(tmp_path):
-    train = {"tasks": {"recall": {}, "large": {"task": "recall", "size": "10m", "seeds": [1], "variants": ["0*"]}}}
+    large = {"task": "recall", "size": "10m", "seeds": [1], "variants": ["0*"], "eval_batches": 9}
+    train = {"tasks": {"recall": {}, "large": large}, "eval_batches": 2}
     experiment = read(tmp_path, base="1m", variants=[*VARIANTS, {"attention": "dense"}], seeds=[0, 1],
                       cost=None, train=train | SIZES)  # fmt: skip
     units = [unit for unit in make_units(experiment, "cpu") if unit.kind == "train"]
@@ -105,6 +106,7 @@ def test_tasks_choose_sizes_seeds_and_variants(tmp_path):
         "variants/dense/recall-seed1", "variants/0/large-seed1",
     ]  # fmt: skip
     assert units[-1].inputs["base"]["hidden_size"] == 320
+    assert [unit.inputs["eval_batches"] for unit in units] == [2, 2, 2, 2, 9]
     for change, message in (
         ({"size": "2m"}, "size is '2m': supported is '1m' or '10m' or '50m'"),
         ({"seeds": [7]}, "names 7: seeds are"),
@@ -112,6 +114,7 @@ def test_tasks_choose_sizes_seeds_and_variants(tmp_path):
         ({"task": "sums"}, "is one of text, recall"),
         ({"seq_len": 1000}, "8000 tokens .8 times seq_len. exceed the model's 4096"),
         ({"curriculum": 2}, "curriculum is 2"),
+        ({"eval_batches": 0}, "large.eval_batches is 0"),
     ):
         with pytest.raises(ValueError, match=message):
             read(tmp_path, base="1m", seeds=[0, 1], train=SIZES | {"tasks": {"large": {"task": "recall"} | change}})
