@@ -19,6 +19,17 @@ def fp8_rows(buffers: QuantizedRows | None) -> Fp8Rows | None:
     return Fp8Rows(fp8_view(values), values.stride(0), scale, scale.stride(1))
 
 
+def hadamard_stages(dim: int, hadamard: bool) -> int:
+    """Stages of the Hadamard product of ``dim`` channels, 0 without one.
+
+    Raises:
+        ValueError: the channels are not a power of two.
+    """
+    if hadamard and dim & (dim - 1):
+        raise ValueError(f"a Hadamard matrix needs a power of two of channels, got {dim}")
+    return dim.bit_length() - 1 if hadamard else 0
+
+
 def row_block(dim: int, cos_sin: Tensor) -> int:
     """Tile width for rows of ``dim`` channels; checks that pairs can be rotated.
 

@@ -24,7 +24,7 @@ from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, SharedLaunch, cdiv, next_power_of_2
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.row_ops_triton import RECORDS, EntryFormat
-from deepseek_attn.kernels.common.rows import fp8_rows, row_block
+from deepseek_attn.kernels.common.rows import fp8_rows, hadamard_stages, row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.insert.compress_triton import (
     BatchArguments,
@@ -69,10 +69,9 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
     """See `kernels.insert.insert_tokens`."""
     count, kv = len(tokens.qr), tokens.kv
     query, query_shape = _query_latent(tokens)
-    _check_rows("kv", kv, count, tokens.kv_weight)
     outs = LatentAndKey(query.out, torch.empty_like(kv, memory_format=torch.contiguous_format))
     where = tokens.positions, tokens.cos_sin, tokens.cache
-    key, key_shape = _key("keys", kv, *where, tokens.kv_weight, outs.kv, tokens.eps)
+    key, key_shape = _key("kv", kv, *where, tokens.kv_weight, outs.kv, tokens.eps)
     if count:
         plan = plan_insert(InsertProblem.of(count, True, compressors, batch), gpu(kv.device))
         rows, shapes = (key, query), {"SHAPE": key_shape, "QUERY_SHAPE": query_shape}
@@ -113,7 +112,7 @@ def _launch_windows(
         batch.positions, batch.token_to_req, batch.query_start_loc, batch.prefix_lens, batch.ring_pages, batch.slots,
         batch.valid, batch.ring_pages.stride(0),
     )  # fmt: skip
-    scratch = Scratch(compressors[0].kv, batch.token_to_req, 0)  # not used
+    scratch = Scratch(compressors[0].kv, batch.token_to_req, 0)  # not used by a program that pools all channels
     if tiles.lanes > 1:
         scratch = empty_scratch(compressors, division.groups, batch.positions.device)
     config = PoolingConfig(
@@ -151,12 +150,6 @@ def empty_scratch(compressors: Sequence[CompressPart], groups: int, device: torc
 def _part(part: CompressPart, batch: CompressBatch, items: int) -> tuple[PartArguments, PartShape]:
     """Checks a compressor's tensors; returns its runtime arguments and constants for the device code."""
     check_part(part, batch)
-    check("kv", part.kv, part.kv.shape, rows=True)
-    check("score", part.score, part.score.shape, rows=True)
-    check("ape", part.ape, part.ape.shape, contiguous=True)
-    check("a ring of state", part.state[:1], (1, *part.state.shape[1:]), contiguous=True)
-    if part.hadamard and part.dim & (part.dim - 1):
-        raise ValueError(f"a Hadamard rotation needs a power of two of channels, got {part.dim}")
     arguments = PartArguments(
         part.kv, part.score, part.ape, part.state, part.kv.stride(0), part.score.stride(0), part.state.stride(0),
         part.norm_weight, part.cos_sin, part.cos_sin.shape[0], part.pool, part.pool.stride(0), part.eps,
@@ -165,7 +158,7 @@ def _part(part: CompressPart, batch: CompressBatch, items: int) -> tuple[PartArg
         D=part.dim,
         BLOCK=row_block(part.dim, part.cos_sin),
         ROPE=part.cos_sin.shape[1],
-        STAGES=part.dim.bit_length() - 1 if part.hadamard else 0,
+        STAGES=hadamard_stages(part.dim, part.hadamard),
         DTYPE=TRITON_DTYPES[part.dtype],
         ENTRY=_entry_format(part.record, part.pool, part.page_entries),
         ITEMS=items,
@@ -174,10 +167,8 @@ def _part(part: CompressPart, batch: CompressBatch, items: int) -> tuple[PartArg
 
 def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
     """See `kernels.insert.rope_insert`."""
-    T = len(rows)
-    _check_rows("rows", rows, T)
     arguments, shape = _key("rows", rows, positions, cos_sin, cache)
-    if T:
+    if T := len(rows):
         plan = ENTRIES.plan(RowsProblem(T), gpu(rows.device))
         rope_insert_kernel[(T,)](arguments, SHAPE=shape, NATIVE_FP8=plan.native_fp8, **plan.options)
 
@@ -187,24 +178,25 @@ def _key(
     out: Tensor | None = None, eps: float = 0.0,
 ) -> tuple[KeyArguments, KeyShape]:  # fmt: skip
     """Arguments and constants of `insert_key` for rows that are rotated and stored, and normed with a ``weight``."""
-    _check_slots(name, cache, positions, *rows.shape)
+    _check_rows(name, rows, positions, cache, weight)
     dim = rows.shape[1]
     arguments = KeyArguments(
         rows, rows.stride(0), weight, out, 0 if out is None else out.stride(0), positions, cos_sin, cos_sin.shape[0],
         cache.slots, eps, cache.pool, cache.pool.stride(0),
     )  # fmt: skip
-    entry = _entry_format(cache.record, cache.pool, cache.page_entries)
-    return arguments, KeyShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), entry)
+    return arguments, KeyShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), _entry_format(*cache[:3]))
 
 
 def _query_latent(tokens: TokenRows) -> tuple[QueryLatentArguments, QueryLatentShape]:
     """Arguments and constants of `norm_query_latent`, which writes `QueryLatentArguments.out`."""
-    (T, lora), qr, fp8 = tokens.qr.shape, tokens.qr, tokens.qr_fp8
-    _check_rows("qr", qr, T, tokens.q_weight)
+    qr, fp8 = tokens.qr, tokens.qr_fp8
+    check("qr", qr, (len(tokens.positions), "q_lora"), FLOATS, rows=True)
+    lora = qr.shape[1]
+    check("the weight of qr", tokens.q_weight, (lora,))
     if fp8 is not None:
         if lora % 128:
             raise ValueError(f"a quantised latent needs a multiple of 128 channels, got {lora}")
-        check_quantized("quantised latent", fp8, (T, lora))
+        check_quantized("quantised latent", fp8, qr.shape)
     out = torch.empty_like(qr, memory_format=torch.contiguous_format)
     arguments = QueryLatentArguments(qr, qr.stride(0), tokens.q_weight, out, out.stride(0), tokens.eps, fp8_rows(fp8))
     return arguments, QueryLatentShape(lora, next_power_of_2(lora), fp8 is not None and fp8.pow2_scales)
@@ -215,9 +207,9 @@ def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tens
     query, query_shape = _query_latent(tokens)
     T, kv, cache, cos_sin, record = len(tokens.qr), tokens.kv, tokens.cache, tokens.cos_sin, tokens.cache.record
     rank, rope = len(tokens.kv_weight), cos_sin.shape[1]
-    _check_rows("kv", kv[:, :rank], T, tokens.kv_weight)
     check("kv", kv, (T, rank + rope))
-    _check_slots("latents", cache, tokens.positions, T, rank + rope)
+    check("the weight of kv", tokens.kv_weight, (rank,))
+    _check_rows("kv", kv, tokens.positions, cache)
     quantized = isinstance(record, Fp8DsMlaV32Record)
     if not quantized and record.name != "plain":
         raise ValueError(f"latents are stored in plain or fp8_v32 records, got {record.name!r}")
@@ -241,34 +233,26 @@ def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tens
     key, key_shape = (None, None) if index is None else _index_key(index, tokens.positions, rope)
     if T:
         plan = LATENTS.plan(RowsProblem(T), gpu(kv.device))
+        shapes = {"SHAPE": shape, "QUERY_SHAPE": query_shape, "INDEX_SHAPE": key_shape}
         insert_latents_kernel[(T, 2 if index is None else 3)](
-            *(rows, query, key),
-            SHAPE=shape,
-            QUERY_SHAPE=query_shape,
-            INDEX_SHAPE=key_shape,
-            NATIVE_FP8=plan.native_fp8,
-            **plan.options,
+            rows, query, key, **shapes, NATIVE_FP8=plan.native_fp8, **plan.options
         )
     return query.out
 
 
 def _index_key(index: IndexKeyRows, positions: Tensor, rope: int) -> tuple[IndexKeyArguments, IndexKeyShape]:
     """Arguments and constants of `insert_index_key`."""
-    k, cache, T = index.k, index.cache, len(positions)
-    _check_rows("index.k", k, T, index.weight)
+    k, cache = index.k, index.cache
+    _check_rows("index keys", k, positions, cache, index.weight)
     dim = k.shape[1]
-    check("index.bias", index.bias, (dim,))
+    check("the bias of index keys", index.bias, (dim,))
     if rope > dim or rope % 2:
         raise ValueError(f"index keys of {dim} channels have up to {dim} rotated channels in pairs, got {rope}")
-    block = next_power_of_2(dim)
-    if index.hadamard and block != dim:
-        raise ValueError(f"a Hadamard matrix needs a power of two of channels, got index keys of {dim}")
-    _check_slots("index keys", cache, positions, T, dim)
     arguments = IndexKeyArguments(
         k, k.stride(0), index.weight, index.bias, index.eps, cache.slots, cache.pool, cache.pool.stride(0)
     )
-    entry = _entry_format(cache.record, cache.pool, cache.page_entries)
-    return arguments, IndexKeyShape(dim, block, dim.bit_length() - 1 if index.hadamard else 0, entry)
+    stages = hadamard_stages(dim, index.hadamard)
+    return arguments, IndexKeyShape(dim, next_power_of_2(dim), stages, _entry_format(*cache[:3]))
 
 
 def query_norm_rope(raw_q: RawQueries) -> Tensor:
@@ -299,16 +283,14 @@ def head_launch(raw_q: RawQueries) -> SharedLaunch:
     return SharedLaunch(plan, rows, constants, out, (T, cdiv(padded, count)))
 
 
-def _check_rows(name: str, x: Tensor, T: int, weight: Tensor | None = None) -> None:
-    check(name, x, (T, "d"), FLOATS, rows=True)
-    check(f"the weight of {name}", weight, x.shape[1:])
-
-
-def _check_slots(name: str, cache: CacheRows, positions: Tensor, T: int, dim: int) -> None:
-    check(f"positions of {name}", positions, (T,))
-    check(f"slots of {name}", cache.slots, (T,))
-    if cache.record.dim != dim:
-        raise ValueError(f"{name} need a record of {dim} values, got {cache.record.dim}")
+def _check_rows(name: str, rows: Tensor, positions: Tensor, cache: CacheRows, weight: Tensor | None = None) -> None:
+    """Raises ValueError unless ``rows [T, d]`` fit the record, and there is a position and a slot for each of them."""
+    check(name, rows, ("T", "d"), FLOATS, rows=True)
+    check(f"the weight of {name}", weight, rows.shape[1:])
+    check(f"positions of {name}", positions, rows.shape[:1])
+    check(f"slots of {name}", cache.slots, rows.shape[:1])
+    if cache.record.dim != rows.shape[1]:
+        raise ValueError(f"{name} need a record of {rows.shape[1]} values, got {cache.record.dim}")
 
 
 def _entry_format(record: Record, pool: Tensor, page_entries: int) -> EntryFormat:

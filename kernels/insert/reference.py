@@ -174,14 +174,15 @@ def _pool_and_keep(part: CompressPart, windows: ClosingWindows) -> Tensor:
 
 
 def check_part(part: CompressPart, batch: CompressBatch) -> None:
-    """Raises ValueError when the shapes of a compressor do not fit the batch."""
-    dim, ratio, tokens = part.dim, batch.ratio, len(batch.positions)
+    """Raises ValueError when a compressor's tensors do not fit the batch or each other."""
+    dim, ratio, tokens, state = part.dim, batch.ratio, len(batch.positions), part.state
     width = 2 * dim if batch.overlap else dim
     try:
-        check("kv", part.kv, (tokens, width), torch.float32)
-        check("score", part.score, (tokens, width), torch.float32)
-        check("ape", part.ape, (ratio, width), torch.float32)
-        check("state", part.state, ("pages", batch.rows, 2 * width), torch.float32)
+        check("kv", part.kv, (tokens, width), torch.float32, rows=True)
+        check("score", part.score, (tokens, width), torch.float32, rows=True)
+        check("ape", part.ape, (ratio, width), torch.float32, contiguous=True)
+        check("state", state, ("pages", batch.rows, 2 * width), torch.float32)
+        check("a ring of state", state[:1], (None, *state.shape[1:]), contiguous=True)
     except ValueError as error:  # every layer of a step is checked: words are put together here
         raise ValueError(
             f"a compressor of ratio {ratio}, {dim} channels, rings of {batch.rows} rows: {error}"

@@ -381,7 +381,7 @@ def test_nothing_to_do(op, device):
         ({"kv": torch.zeros(2, 48)}, r"kv must be float32 \[1, 48\]"),
         ({"score": torch.zeros(1, 48, dtype=torch.bfloat16)}, "score .* got bfloat16"),
         ({"state": torch.zeros(3, 12, 96)}, r"rings of 11 rows"),
-        ({"ape": torch.zeros(5, 48)}, r"ape must be float32 \[4, 48\]"),
+        ({"ape": torch.zeros(5, 48)}, r"ape must be contiguous float32 \[4, 48\]"),
         ({"record": PlainRecord(25, torch.float32)}, "24 channels, and the record holds 25"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",

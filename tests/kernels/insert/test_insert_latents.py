@@ -235,7 +235,7 @@ def test_refuses():
         "the weight of qr must be .1536.": good._replace(q_weight=torch.ones(1535)),
         "kv must be .*float32, bfloat16 or float16": good._replace(kv=torch.zeros(9, 576, dtype=torch.int32)),
         "kv must be .9, 576.": good._replace(kv=torch.zeros(9, 512)),
-        "slots of latents must be .9.": good._replace(cache=good.cache._replace(slots=slots)),
+        "slots of kv must be .9.": good._replace(cache=good.cache._replace(slots=slots)),
         "slots of index keys must be .9.": good._replace(
             index=required(good.index)._replace(cache=required(good.index).cache._replace(slots=slots))
         ),
@@ -243,11 +243,11 @@ def test_refuses():
             cache=good.cache._replace(record=IndexFp8Record(576))
         ),
         "64 entries per page needs": good._replace(cache=good.cache._replace(page_entries=64)),
-        "index.bias must be .128.": good._replace(index=required(good.index)._replace(bias=torch.ones(127))),
+        "the bias of index keys must be .128.": good._replace(index=required(good.index)._replace(bias=torch.ones(127))),
     }
     for message, tokens in wrong.items():
         with pytest.raises(ValueError, match=message):
             called(insert_latents, tokens)
     odd = make("odd", torch.bfloat16, torch.device("cpu"))
-    with pytest.raises(ValueError, match="a power of two of channels, got index keys of 20"):
+    with pytest.raises(ValueError, match="a power of two of channels, got 20"):
         called(insert_latents, odd._replace(index=required(odd.index)._replace(hadamard=True)))

@@ -287,7 +287,7 @@ def test_refuses(device):
     wrong = {
         "the weight of qr must be .96.": {"q_weight": torch.ones(95)},
         "float32, bfloat16 or float16": {"kv": torch.zeros(9, 512, dtype=torch.int32)},
-        "slots of keys must be .9.": {"slots": torch.zeros(8, dtype=torch.int64)},
+        "slots of kv must be .9.": {"slots": torch.zeros(8, dtype=torch.int64)},
         "a record of 512 values": {"record": Fp8DsMlaRecord(64, 64)},
         "64 entries per page needs": {"n": 64},
         "both must be even": {"table": torch.zeros(POSITIONS, 63)},
