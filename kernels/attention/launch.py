@@ -29,9 +29,9 @@ from deepseek_attn.kernels.attention.attend_triton import (
 from deepseek_attn.kernels.attention.attend_v32_hopper import attend_v32_hopper_kernel
 from deepseek_attn.kernels.attention.gather_triton import EntryShape, GatherPool, GatherRows, gather_kernel
 from deepseek_attn.kernels.attention.plan import GATHER, AttendPlan, AttendProblem, plan_attend
-from deepseek_attn.kernels.attention.reference import value_dim
+from deepseek_attn.kernels.attention.reference import check_attention, check_gather, value_dim
 from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys
-from deepseek_attn.kernels.common.checks import INTS, check, contiguous_rows
+from deepseek_attn.kernels.common.checks import check, contiguous_rows
 from deepseek_attn.kernels.common.device import FLOATS, LOG2E, fp8_view, gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
@@ -47,12 +47,12 @@ def sparse_attention(
     d_v: int | None = None, out: Tensor | None = None, max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`kernels.attention.sparse_attention`."""
-    _check_query(q, sink, indices, lens)
+    check_attention(q, indices, lens, sink)
     check("kv", kv, ("N", q.shape[2]), FLOATS, rows=True)
     check("max_logits", max_logits, q.shape[:2], torch.float32, contiguous=True)
     layout = EntryLayout(1, q.shape[2], q.shape[2])
     keys = AttendedKeys(layout, kv, kv.stride(0), kv.shape[0], contiguous_rows(indices), _contiguous(lens))
-    return _attend(q, [keys], scale, sink, d_v, out, max_logits, rows=True)
+    return _attend(q, _with_entries([keys]), scale, sink, d_v, out, max_logits, rows=True)
 
 
 def sparse_attention_paged(
@@ -71,7 +71,6 @@ def _attend(
     check("out", out, (T, H, d_v), q.dtype, rows=True)
     out = torch.empty(T, H, d_v, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    keys = _with_entries(keys)
     if not keys or out.numel() == 0:
         if max_logits is not None:
             max_logits.fill_(float("-inf"))
@@ -92,8 +91,7 @@ def attend_raw_q(
     by_head = raw_q.q.view(T, H, width // H)
     check("q", q, by_head.shape, by_head.dtype, rows=True)
     rotated, q = q is not None, by_head if q is None else q
-    pools, dim = _with_entries(_checked_pools(q, keys, sink)), q.shape[2]
-    record = keys[0].record
+    pools, dim, record = _checked_pools(q, keys, sink), q.shape[2], keys[0].record
     row_block(dim, raw_q.cos_sin)
     if record.name != "fp8_v4" or rope != record.rope_dim or dim % 128 or H % groups or raw_q.padded_heads != H:
         raise ValueError(
@@ -222,11 +220,8 @@ def dequantize_and_gather_k_cache(
     block_size: int, offset: int,
 ) -> None:  # fmt: skip
     """`kernels.attention.dequantize_and_gather_k_cache`; a CUDA graph may hold the launch."""
+    check_gather(out, record, seq_lens, gather_lens, block_table)
     b, M, _ = out.shape
-    check("out", out, ("b", "M", record.dim), FLOATS, rows=True)
-    check("seq_lens", seq_lens, (b,))
-    check("gather_lens", gather_lens, (b,))
-    check("block_table", block_table, (b, "pages"), rows=True)
     layout, plain, max_rows = _entry_layout(record, block_size), record.name == "plain", M - offset
     coded, raw = 0 if plain else layout.nope, record.dtype if plain else torch.bfloat16
     record.check_pool(pool, block_size, {"plain": raw.itemsize, "fp8_v4": 2, "fp8_v32": 4}.get(record.name, 1))
@@ -257,18 +252,18 @@ def dequantize_and_gather_k_cache(
 
 
 def _checked_pools(q: Tensor, keys: Sequence[PagedKeys], sink: Tensor | None) -> list[AttendedKeys]:
-    """Keys as the kernels read them; ValueError if they do not go with each other or with ``q``."""
+    """Keys of pools with entries as the kernels read them; ValueError if they do not fit each other or ``q``."""
     if not 1 <= len(keys) <= 2:
         raise ValueError(f"one or two pools share a softmax, got {len(keys)}")
     records = [pool_keys.record for pool_keys in keys]
     if any(record != records[0] for record in records) and {record.name for record in records} != V41_PAIR:
         raise ValueError(f"two pools must hold the same record, or the two records of DeepSeek-V4.1, got {records}")
     for pool_keys in keys:
-        _check_query(q, sink, pool_keys.indices, pool_keys.lens)
+        check_attention(q, pool_keys.indices, pool_keys.lens, sink)
     checked_keys = [_checked_keys(pool_keys) for pool_keys in keys]
     if any(record.dim != q.shape[2] for record in records):
         raise ValueError(f"the records hold {[r.dim for r in records]} channels, q {tuple(q.shape)}")
-    return checked_keys
+    return _with_entries(checked_keys)
 
 
 def _checked_keys(keys: PagedKeys) -> AttendedKeys:
@@ -307,11 +302,3 @@ def _with_entries(keys: list[AttendedKeys]) -> list[AttendedKeys]:
 
 def _contiguous(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.contiguous()
-
-
-def _check_query(q: Tensor, sink: Tensor | None, indices: Tensor, lens: Tensor | None) -> None:
-    check("q", q, ("T", "H", "d"), FLOATS)
-    T, H, _ = q.shape
-    check("sink", sink, (H,), FLOATS)
-    check("indices", indices, (T, "K"), INTS)
-    check("lens", lens, (T,), INTS)

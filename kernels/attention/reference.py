@@ -12,7 +12,8 @@ from torch import Tensor
 from deepseek_attn.cache.record import Record
 from deepseek_attn.kernels.attention.types import PagedKeys
 from deepseek_attn.kernels.common.blocks import SCRATCH_BYTES, row_blocks, rows_per_block, value_range
-from deepseek_attn.kernels.common.checks import check
+from deepseek_attn.kernels.common.checks import INTS, check
+from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import freqs_cis_at, rotate_
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
@@ -46,9 +47,8 @@ def sparse_attention(
     With ``round_weights``, softmax weights relative to the largest are rounded to the dtype of ``q`` before they are
     multiplied with the values; their sum is not.
     """
-    _check_query(q, sink)
-    if kv.dim() != 2 or kv.shape[1] != q.shape[2]:
-        raise ValueError(f"kv must be [N, {q.shape[2]}] for q {tuple(q.shape)}, got {tuple(kv.shape)}")
+    check_attention(q, indices, lens, sink)
+    check("kv", kv, ("N", q.shape[2]))
     check("max_logits", max_logits, q.shape[:2], torch.float32, contiguous=True)
     d_v = value_dim(q, d_v)
     budget = SCRATCH_BYTES
@@ -83,7 +83,8 @@ def sparse_attention_paged(
     round_weights: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`kernels.attention.sparse_attention_paged` in float32 torch; ``round_weights``: see `sparse_attention`."""
-    _check_query(q, sink)
+    for part in keys:
+        check_attention(q, part.indices, part.lens, sink)
     d_v = value_dim(q, d_v)
     sources = [_paged_source(part) for part in keys]
     # Decoding a record makes a few temporaries as large as the keys.
@@ -142,8 +143,6 @@ def _attend(
     round_weights: bool = False,
 ) -> tuple[Tensor, Tensor]:
     T, H, d = q.shape
-    for source in sources:
-        _check_source(q, source)
     dtype = q.dtype if round_weights else torch.float32
     if T == 1 and q.device.type == "cpu" and dtype == torch.float32:
         return _attend_one(q, sources, scale, sink, d_v, max_logits)
@@ -306,11 +305,13 @@ def softmax_block(
     return BlockResult(out, lse, peak.squeeze(2), weights, factor)
 
 
-def _check_query(q: Tensor, sink: Tensor | None) -> None:
-    if q.dim() != 3:
-        raise ValueError(f"q must be [T, H, d], got {tuple(q.shape)}")
-    if sink is not None and sink.shape != q.shape[1:2]:
-        raise ValueError(f"sink must be [{q.shape[1]}], one logit per head, got {tuple(sink.shape)}")
+def check_attention(q: Tensor, indices: Tensor, lens: Tensor | None, sink: Tensor | None) -> None:
+    """Raises ValueError unless queries, lists of keys and sinks have the shapes and dtypes of `sparse_attention`."""
+    check("q", q, ("T", "H", "d"), FLOATS)
+    T, H, _ = q.shape
+    check("indices", indices, (T, "K"), INTS)
+    check("lens", lens, (T,), INTS)
+    check("sink", sink, (H,), FLOATS)
 
 
 def value_dim(q: Tensor, d_v: int | None) -> int:
@@ -318,14 +319,6 @@ def value_dim(q: Tensor, d_v: int | None) -> int:
     if not 0 < d_v <= q.shape[2]:
         raise ValueError(f"d_v must be in 1 .. {q.shape[2]}, got {d_v}")
     return d_v
-
-
-def _check_source(q: Tensor, source: _Source) -> None:
-    T = q.shape[0]
-    if source.indices.dim() != 2 or source.indices.shape[0] != T:
-        raise ValueError(f"indices must be [{T}, K] for q {tuple(q.shape)}, got {tuple(source.indices.shape)}")
-    if source.lens is not None and source.lens.shape != (T,):
-        raise ValueError(f"lens must be [{T}] for q {tuple(q.shape)}, got {tuple(source.lens.shape)}")
 
 
 @torch.no_grad()
@@ -383,13 +376,8 @@ def dequantize_and_gather_k_cache(
     offset: int,
 ) -> None:
     """`kernels.attention.dequantize_and_gather_k_cache`; lengths are read on the host, once per call."""
-    b, M, dim = out.shape
-    lens = seq_lens if gather_lens is None else gather_lens
-    if seq_lens.shape != (b,) or lens.shape != (b,) or block_table.dim() != 2 or block_table.shape[0] != b:
-        raise ValueError(
-            f"out has {b} requests: got seq_lens {tuple(seq_lens.shape)}, gather_lens {tuple(lens.shape)}, "
-            f"block_table {tuple(block_table.shape)}"
-        )
+    check_gather(out, record, seq_lens, gather_lens, block_table)
+    (_, M, dim), lens = out.shape, seq_lens if gather_lens is None else gather_lens
     seq_list, len_list = seq_lens.tolist(), lens.tolist()
     _check_lengths(seq_list, len_list, M - offset, block_table.shape[1] * block_size)
     per_block = rows_per_block(dim * 16)
@@ -398,6 +386,16 @@ def dequantize_and_gather_k_cache(
             pos = torch.arange(seq_len - length + start, seq_len - length + end, device=out.device)
             slots = block_table[r, pos // block_size].long() * block_size + pos % block_size
             out[r, offset + start : offset + end] = record.gather(pool, block_size, slots, out.dtype)
+
+
+def check_gather(
+    out: Tensor, record: Record, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor
+) -> None:
+    """Raises ValueError unless a workspace, lengths and a block table are of the same requests."""
+    check("out", out, ("b", "M", record.dim), FLOATS, rows=True)
+    check("seq_lens", seq_lens, (len(out),))
+    check("gather_lens", gather_lens, (len(out),))
+    check("block_table", block_table, (len(out), "pages"), rows=True)
 
 
 def _check_lengths(seq_lens: list[int], gather_lens: list[int], max_rows: int, table_entries: int) -> None:

@@ -10,12 +10,14 @@ from tests.support.typed import untyped
 class Rows:
     """Plain rows: a pool is ``[pages, n, dim]``."""
 
+    dim = 3
+
     def gather(self, pool, n, slots, dtype):
         assert (slots >= 0).all()
         return pool.flatten(0, 1)[slots].to(dtype)
 
 
-ROWS, DIM = untyped(Rows()), 3
+ROWS, DIM = untyped(Rows()), Rows.dim
 
 
 def make_cache(lengths, block_size, seed=0):
