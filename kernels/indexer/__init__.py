@@ -40,7 +40,7 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
         weight, in Triton always the weight. Zero rows are fine.
 
     Raises:
-        ValueError: an unknown key format; in Triton also tensors that disagree. Triton serves heads of 128 channels.
+        ValueError: tensors that disagree, or an unknown key format. Triton serves heads of 128 channels.
     """
     return (triton_ops if _in_triton(rows) else torch_ops).index_query(rows)
 

@@ -53,13 +53,12 @@ from deepseek_attn.kernels.indexer.query_triton import (
     latent_queries_kernel,
     queries_kernel,
 )
-from deepseek_attn.kernels.indexer.reference import check_tokens
+from deepseek_attn.kernels.indexer.reference import check_index_rows, check_tokens
 from deepseek_attn.kernels.indexer.scores_decode_hopper import index_scores_decode_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_hopper import index_scores_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_triton import ScoreRows, ScoresShape, index_scores_kernel
 from deepseek_attn.kernels.indexer.topk_triton import TopkRows, topk_kernel
 from deepseek_attn.kernels.indexer.types import (
-    KEY_FORMATS,
     MAX_TRITON_TOPK,
     SCORE_BYTES,
     TRITON_HEAD_DIM,
@@ -120,27 +119,17 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
 
 def _index_launch(rows: IndexQueryRows, kernel: str) -> SharedLaunch:
     """Checks the rows, plans their launch by ``kernel`` and allocates the results."""
-    q, weights, cos_sin, positions, fmt = rows.q, rows.weights, rows.cos_sin, rows.positions, rows.key_format
-    dim = TRITON_HEAD_DIM
-    check("weights", weights, ("T", "heads"), FLOATS, rows=True)
+    check_index_rows(rows)
+    q, weights, cos_sin, fmt, dim = rows.q, rows.weights, rows.cos_sin, rows.key_format, TRITON_HEAD_DIM
     T, H = weights.shape
-    check("q", q, (T, dim * H), FLOATS, rows=True)
-    if fmt not in KEY_FORMATS:
-        raise ValueError(f"index keys are {', '.join(KEY_FORMATS)}, got {fmt!r}")
-    check("positions", positions, (T,))
-    check("cos_sin", cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
+    check("q", q, (T, dim * H))
     out = torch.empty(T, H, dim, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
     out_weights = torch.empty(T, H, dtype=torch.float32, device=q.device)
     plan = QUERIES.plan(IndexQueryProblem(T, dim, batch_invariant(), kernel), gpu(q.device))
     args = IndexQueryArgs(
-        *(q, weights, cos_sin, positions),
-        out=out if fmt == "plain" else out.view(torch.uint8),
-        out_weights=out_weights,
-        scale=rows.scale,
-        max_positions=cos_sin.shape[0],
-        q_stride=q.stride(0),
-        weights_stride=weights.stride(0),
-    )
+        q, weights, cos_sin, rows.positions, out if fmt == "plain" else out.view(torch.uint8), out_weights, rows.scale,
+        len(cos_sin), q.stride(0), weights.stride(0),
+    )  # fmt: skip
     shape = IndexQueryShape(
         HEADS=H,
         DIM=dim,
@@ -315,19 +304,12 @@ def launch_topk(
     if keys is not None and out_slots is not None:
         table, requests, slots, page_entries = keys.block_table, keys.token_to_req, out_slots, keys.entries
     long_rows = T if config.capacity < W else 0
+    marks = torch.empty(long_rows, 4 * cdiv(W, 128), dtype=torch.int32, device=device)
+    candidates = torch.empty(long_rows, config.splits, config.capacity, dtype=torch.int64, device=device)
     counts = torch.empty(T, config.splits, dtype=torch.int32, device=device)
-    rows = TopkRows(
-        scores,
-        out,
-        slots,
-        marks=torch.empty(long_rows, 4 * cdiv(W, 128), dtype=torch.int32, device=device),
-        candidates=torch.empty(long_rows, config.splits, config.capacity, dtype=torch.int64, device=device),
-        counts=counts,
-        arrivals=counters_of(device) if config.splits > 1 else counts,
-        scores_stride=scores.stride(0),
-        out_stride=out.stride(0),
-        slot_stride=slots.stride(0),
-    )
+    arrivals = counters_of(device) if config.splits > 1 else counts
+    strides = scores.stride(0), out.stride(0), slots.stride(0)
+    rows = TopkRows(scores, out, slots, marks, candidates, counts, arrivals, *strides)
     topk_kernel[(T, config.splits)](
         *(rows, lens, table, requests, W, table.stride(0)),
         CONFIG=config,

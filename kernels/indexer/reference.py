@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
+from deepseek_attn.kernels.common.checks import check
+from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at
 from deepseek_attn.kernels.common.quant import dequantize_fp4, hadamard, quantize_fp4, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries
@@ -32,8 +34,7 @@ CAUSAL_ROWS = 128
 
 def index_query(rows: IndexQueryRows) -> IndexQueries:
     """`kernels.indexer.index_query` in plain torch."""
-    if rows.key_format not in KEY_FORMATS:
-        raise ValueError(f"index keys are {', '.join(KEY_FORMATS)}, got {rows.key_format!r}")
+    check_index_rows(rows)
     heads = rows.weights.shape[1]
     freqs_cis = freqs_cis_at(rows.cos_sin, rows.positions)
     q = rows.q.view(len(rows.q), heads, rows.q.shape[1] // heads)
@@ -47,6 +48,17 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
         q, factor = quantize_fp8(q, q.shape[2])
         return IndexQueries(q, weights * factor[..., 0], rows.score_dtype)
     return IndexQueries(*_fp4_in_fp8(q, weights), rows.score_dtype)
+
+
+def check_index_rows(rows: IndexQueryRows) -> None:
+    """Raises ValueError unless the projections of an indexer fit each other, the table and a format of keys."""
+    check("weights", rows.weights, ("T", "heads"), FLOATS, rows=True)
+    tokens = len(rows.weights)
+    check("q", rows.q, (tokens, "heads * dim"), FLOATS, rows=True)
+    check("positions", rows.positions, (tokens,))
+    check("cos_sin", rows.cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
+    if rows.key_format not in KEY_FORMATS:
+        raise ValueError(f"index keys are {', '.join(KEY_FORMATS)}, got {rows.key_format!r}")
 
 
 def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:

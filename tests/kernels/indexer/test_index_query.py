@@ -141,6 +141,23 @@ def test_kernel_takes_no_rows(kernel, device):
     assert (q.shape, weights.shape) == ((0, 2, 128), (0, 2))
 
 
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("weights must be", {"weights": torch.zeros(3, 2, dtype=torch.int32)}),
+        ("q must be", {"q": torch.zeros(2, 256)}),
+        ("positions must be", {"positions": torch.zeros(2, dtype=torch.int64)}),
+        ("cos_sin must be contiguous float32", {"cos_sin": torch.zeros(9, 64, dtype=torch.bfloat16)}),
+        ("index keys are plain, fp8, fp4, got 'fp6'", {"key_format": "fp6"}),
+    ],
+    ids=str,
+)
+def test_refuses(words, change):
+    rows = IndexQueryRows(*make(3, 2, torch.float32, torch.device("cpu")), 1.0, "fp8")
+    with pytest.raises(ValueError, match=words):
+        reference.index_query(rows._replace(**change))
+
+
 def test_kernel_refuses_what_it_cannot_take(kernel, device):
     rows = IndexQueryRows(*make(3, 2, torch.float32, device), 1.0, "fp8")
     for words, change in {
