@@ -243,9 +243,7 @@ def test_refuses():
             cache=good.cache._replace(record=IndexFp8Record(576))
         ),
         "64 entries per page needs": good._replace(cache=good.cache._replace(page_entries=64)),
-        "bias of index keys must be .128.": good._replace(
-            index=required(good.index)._replace(bias=torch.ones(127))
-        ),
+        "bias of index keys must be .128.": good._replace(index=required(good.index)._replace(bias=torch.ones(127))),
     }
     for message, tokens in wrong.items():
         with pytest.raises(ValueError, match=message):
