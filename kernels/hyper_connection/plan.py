@@ -15,7 +15,6 @@ from deepseek_attn.kernels.common.plans import (
     LaunchBlock,
     Row,
     Table,
-    at_least,
     condition,
     has,
     next_power_of_2,
@@ -77,6 +76,11 @@ def _post_tiles(most: int) -> Callable[[StreamsProblem, GPU], LaunchBlock]:
     return tiles
 
 
+def _balanced_tokens(p: StreamsProblem, gpu: GPU) -> LaunchBlock:
+    """Tokens of a program that computes post and comb; it holds all partial sums, which are few for many tokens."""
+    return LaunchBlock(128 if p.tokens >= MANY_TOKENS and not p.batch_invariant else 1)
+
+
 _VARIANTS = "h200_model.json: hc_post_pre_us"
 _GROUPS = "h200_narrow_products.json: rows_of_groups"
 
@@ -98,12 +102,7 @@ PRODUCTS = Table(
         Row(ANY, "float32_product_kernel", None, _GROUPS),
     ],
 )
-COLLAPSES = one_kernel(  # tokens of a program that computes post and comb
-    "hyper_connection.collapse",
-    "hc_collapse_kernel",
-    (at_least("tokens", MANY_TOKENS) & ~has("batch_invariant"), LaunchBlock(128), _GROUPS),
-    (ANY, LaunchBlock(1), _GROUPS),
-)
+COLLAPSES = one_kernel("hyper_connection.collapse", "hc_collapse_kernel", (ANY, _balanced_tokens, _GROUPS))
 
 
 @planner("hyper_connection.streams")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import signal
 import time
 from multiprocessing import Pipe
 from typing import Any
@@ -199,6 +200,13 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_others_do():
         "bad_kernel: ValueError: no such layout",
         "gone_kernel: its compiler ended with exit code 3",
     ]
+
+
+def test_a_compilation_ends_at_its_time_limit():
+    events = Events()
+    compile_variants([[Stub("endless_kernel", signal.pause), Stub("a_kernel")]], 2, events, seconds=1)
+    assert events.all("failed") == ["endless_kernel: its compiler ended with exit code -14"]
+    assert sorted(events.all("done")) == ["a_kernel", "endless_kernel"]
 
 
 def test_kernels_are_compiled_once_in_the_order_of_their_lists():

@@ -7,6 +7,7 @@ run before and after it. A kernel that is faster alone but delays the next launc
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 if TYPE_CHECKING:
     from deepseek_attn.runner.ahead.recording import Variant
 
+logger = logging.getLogger(__name__)
 Calls = Sequence[Callable[[], object]]
 RecordedRows = dict[Any, tuple[list[Consulted], list[tuple[Row, list["Variant"]]]]]
 """By (table name, problem): the lookups of a stage, and the rival rows with the kernels that the stage launches."""
@@ -37,7 +39,9 @@ FAMILIES = (
 )  # fmt: skip
 """Families of kernels that the stages of a step launch."""
 LOSS = 1.02
-"""A row loses if a stage with another row takes less time by this factor."""
+"""A row loses if another row makes one call of the stage faster by this factor."""
+COMPILE_SECONDS = 30
+"""Rows are left out if a kernel of theirs takes longer: tiles far from the problem's size can take minutes."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class TableTiming:
         table: ``family.op``; problem: its fields by name.
         stage: the timed part of a step.
         launches: how often the stage consults the table for this problem.
+        calls: of the stage, one sublayer each.
         batch, tokens, context: sequences of the step, new tokens and length of each.
         taken: the row that the table takes.
         others: other rows that were timed.
@@ -72,6 +77,7 @@ class TableTiming:
     problem: dict[str, Any]
     stage: str
     launches: int
+    calls: int
     batch: int
     tokens: int
     context: int
@@ -85,8 +91,16 @@ class TableTiming:
 
     @property
     def loses(self) -> bool:
-        """Another row makes the stage faster by more than `LOSS`."""
-        return self.taken.microseconds > LOSS * self.best.microseconds
+        """Another row makes one call of the stage faster by more than `LOSS`."""
+        return self.ratio(self.best) < 1 / LOSS
+
+    def ratio(self, timing: RowTiming) -> float:
+        """Time of a call that launches the kernel once, with a row over the taken row.
+
+        Only some of the stage's calls may launch it: the ratio of the stage's times would hide a loss.
+        """
+        change = (timing.microseconds - self.taken.microseconds) / self.launches
+        return 1 + change * self.calls / self.taken.microseconds
 
     def row(self) -> dict[str, Any]:
         """The fields by name, for JSON."""
@@ -153,8 +167,8 @@ def time_tables(
                     compiled = [row for row, variants in rows if all(variant.is_cached() for variant in variants)]
                     if compiled:
                         taken, *others = _time_rows(calls, lookups[0], compiled, repeats)
-                        fields, launches = _fields(problem), len(lookups)
-                        yield TableTiming(name, fields, stage, launches, *size, taken, tuple(others))
+                        counts = len(lookups), len(calls) - 1  # the first call only drops shared results
+                        yield TableTiming(name, _fields(problem), stage, *counts, *size, taken, tuple(others))
 
 
 @contextmanager
@@ -200,12 +214,16 @@ def recorded_rows(
 
 
 def compile_missing(launched: Iterable[Sequence[Variant]]) -> None:
-    """Compiles the kernels that Triton's cache lacks, in parallel."""
+    """Compiles the kernels that Triton's cache lacks, in parallel, and reports kernels that failed."""
     from deepseek_attn.runner.ahead.pool import compile_variants
+
+    def report(failed: Sequence[str] = (), **event: object) -> None:
+        for problem in failed:
+            logger.warning("rows are left out: %s", problem)
 
     variants = {variant.key: variant for variants in launched for variant in variants}
     missing = [variant for variant in variants.values() if not variant.is_cached()]
-    compile_variants([missing], default_workers(), lambda **event: None)
+    compile_variants([missing], default_workers(), report, seconds=COMPILE_SECONDS)
 
 
 def _time_rows(calls: Calls, consulted: Consulted, rows: Sequence[Row], repeats: int) -> Iterator[RowTiming]:

@@ -193,7 +193,7 @@ def run_tune(args: argparse.Namespace) -> None:
             taken = ("loses" if timing.loses else "yes") if row is timing.taken else ""
             printed.add(
                 timing.table, row.kernel, row.when, timing.batch, timing.tokens, timing.context, row.microseconds,
-                taken, row.microseconds / timing.taken.microseconds,
+                taken, timing.ratio(row),
             )  # fmt: skip
         if args.out is not None:  # rewritten after every problem, so that an interrupted run keeps its measurements
             write_text(args.out, json_lines(run | {name: rows for name, rows in found.items() if rows}))

@@ -26,6 +26,7 @@ def compile_variants(
     tell: Tell,
     requests: Connection | None = None,
     kernels_of: Callable[[Any], list[Variant]] = lambda step: [],
+    seconds: int = 0,
 ) -> None:
     """Compiles variants while more are being listed, each in a forked process, ``workers`` of them at a time.
 
@@ -33,6 +34,7 @@ def compile_variants(
 
     Args:
         requests: receives the shapes of steps that a runner computes meanwhile; ``kernels_of``: lists their kernels.
+        seconds: a variant that takes longer fails; 0: no limit.
     """
     waiting: dict[str, Variant] = {}
     running: dict[Connection, tuple[BaseProcess, Variant]] = {}
@@ -41,7 +43,9 @@ def compile_variants(
 
     def start(variant: Variant) -> None:
         receive, send = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(target=_compile, args=(variant, send), daemon=True)
+        process = multiprocessing.get_context("fork").Process(
+            target=_compile, args=(variant, send, seconds), daemon=True
+        )
         process.start()
         send.close()
         running[receive] = process, variant
@@ -89,9 +93,11 @@ def compile_variants(
         advance(None)
 
 
-def _compile(variant: Variant, connection: Connection) -> None:
-    """Compiles a variant; sends why it failed, or ""."""
+def _compile(variant: Variant, connection: Connection, seconds: int) -> None:
+    """Compiles a variant; sends why it failed, or "". The process ends without an answer after ``seconds``."""
     end_with_parent()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(seconds)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the command's handler would end in a traceback
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal's process group; whoever started this one decides
     os.nice(5)  # the process that loads the model goes first

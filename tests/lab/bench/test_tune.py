@@ -51,12 +51,18 @@ def test_rivals_are_the_other_rows_whose_kernel_supports_the_problem(problem, ne
 def test_a_row_loses_by_more_than_two_percent():
     def timing(*microseconds: float) -> TableTiming:
         taken, *others = (RowTiming("kernel", "config", "when", "source", us) for us in microseconds)
-        return TableTiming("t", {}, "attention", 1, 8, 1, 8192, taken, tuple(others))
+        return TableTiming("t", {}, "attention", launches, count, 8, 1, 8192, taken, tuple(others))
 
+    launches, count = 1, 1
     assert timing(10.3, 12, 10).loses
     assert timing(10.3, 12, 10).best.microseconds == 10
     assert not timing(10.1, 12, 10).loses
     assert not timing(10).loses
+    launches, count = 1, 2  # one of two calls has the kernel
+    assert timing(10.15, 12, 10).loses
+    assert timing(10, 12, 11).ratio(timing(12).taken) == pytest.approx(1.4)
+    launches, count = 2, 2
+    assert not timing(10.15, 12, 10).loses
 
 
 def test_data_has_a_line_per_row():
@@ -85,7 +91,7 @@ def test_rows_are_recorded_once_and_compiled_together(monkeypatch):
     x = torch.empty(3, 256, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(256, dtype=torch.float32, device="meta")
     tables, seen, compiled = tables_of("norm"), set(), []
-    monkeypatch.setattr(pool, "compile_variants", lambda lists, workers, tell: compiled.extend(*lists))
+    monkeypatch.setattr(pool, "compile_variants", lambda lists, workers, tell, seconds: compiled.extend(*lists))
     monkeypatch.setattr(recording.Variant, "is_cached", lambda variant: variant.key in [one.key for one in compiled])
     calls = [lambda: rms_norm(x, 1e-6, weight)] * 2
     found, again = (recorded_rows(calls, tables, HERE, None, seen) for _ in range(2))
@@ -108,7 +114,7 @@ def test_a_problem_is_timed_in_the_first_step_that_has_it(monkeypatch):
     def stages(runner, batch, tokens, context):
         sizes, device = [batch * tokens, 4096], torch.device("meta")
         rows = [torch.empty(n, 256, dtype=torch.bfloat16, device=device) for n in sizes]
-        yield [("experts", [lambda x=x: swiglu(x, x, 0.0) for x in rows])]
+        yield [("experts", [lambda: None, *(lambda x=x: swiglu(x, x, 0.0) for x in rows)])]
 
     def timings(calls, consulted, rows, repeats):
         yield from (RowTiming(row.kernel, "", row.when.name, row.source, 1.0) for row in (ROWS[0], *rows))
@@ -117,12 +123,12 @@ def test_a_problem_is_timed_in_the_first_step_that_has_it(monkeypatch):
     monkeypatch.setattr(tune, "_time_rows", timings)
     monkeypatch.setattr(tune, "gpu", lambda device: HERE)
     compiled: list[recording.Variant] = []
-    monkeypatch.setattr(pool, "compile_variants", lambda lists, workers, tell: compiled.extend(*lists))
+    monkeypatch.setattr(pool, "compile_variants", lambda lists, workers, tell, seconds: compiled.extend(*lists))
     monkeypatch.setattr(recording.Variant, "is_cached", lambda variant: variant.key in [one.key for one in compiled])
     runner = untyped(SimpleNamespace(device=torch.device("meta")))
     found = list(tune.time_tables(runner, tables_of("moe"), [(1, 1, 512), (8, 1, 512), (1, 1, 512)]))
-    assert [(one.problem["values"], one.batch, one.launches) for one in found] == [
-        (256, 1, 1), (4096 * 256, 1, 1), (8 * 256, 8, 1),
+    assert [(one.problem["values"], one.batch, one.launches, one.calls) for one in found] == [
+        (256, 1, 1, 2), (4096 * 256, 1, 1, 2), (8 * 256, 8, 1, 2),
     ]  # fmt: skip
     assert {len(one.others) for one in found} == {1}
     assert {variant.name for variant in compiled} == {"swiglu_kernel"}
