@@ -600,7 +600,10 @@ class Bench:
         return results
 
     def soak(self, runner: ModelRunner, given: Given) -> dict[str, Any]:
-        """Decode steps under routings that shift, with the logits of a text and the memory between them."""
+        """Decode steps under routings that shift; between them the logits of a text and of a step, and the memory.
+
+        With ``--out``, each routing is a line of a file beside it, so that a run that is cut off leaves its rounds.
+        """
         config, T = self.config, min(300, self.args.prompt)
         E, k, layers = config.n_routed_experts, config.num_experts_per_tok, len(config.layers)
         text = [7 * i % config.vocab_size for i in range(T)]
@@ -610,47 +613,70 @@ class Bench:
             return [row.view(torch.int32) for row in (*runner.score([text]), *runner.score([text[:6]], chunk_size=1))]
 
         expected, ids = logits(), next(self.routings("uniform", layers, SOAK_BATCH, k, E))
-        guessed = ids.clone()
+        guessed, fixed = ids.clone(), ids.clone()
         given.routings[SOAK_BATCH], given.guesses[SOAK_BATCH] = list(ids), list(guessed)
         rounds: list[dict[str, Any]] = []
-        deadline = time.perf_counter() + 60 * self.args.soak
+        begin = time.perf_counter()
         with decode_steps(runner, SOAK_BATCH, len(text), self.rows_of(runner), [True]) as (step,):
-            while not rounds or time.perf_counter() < deadline:
+
+            def take(routing: Tensor) -> None:
+                with torch.inference_mode():
+                    ids.copy_(routing)
+                    is_right = torch.rand(ids.shape, device=ids.device) < SOAK_SHARE
+                    guessed.copy_(torch.where(is_right, ids, (ids + 1) % E))
+                    step.run()
+                self.synchronize()
+
+            take(fixed)
+            of_step = step.logits().clone()
+            while not rounds or time.perf_counter() - begin < 60 * self.args.soak:
                 drawn, steps = self.routings("zipf", layers, SOAK_BATCH, k, E, 100 + len(rounds)), 0
                 shift = time.perf_counter() + min(SHIFT_SECONDS, 30 * self.args.soak)
                 while not steps or time.perf_counter() < shift:
-                    with torch.inference_mode():
-                        ids.copy_(next(drawn))
-                        is_right = torch.rand(ids.shape, device=ids.device) < SOAK_SHARE
-                        guessed.copy_(torch.where(is_right, ids, (ids + 1) % E))
-                        step.run()
-                    self.synchronize()
+                    take(next(drawn))
                     steps += 1
+                take(fixed)
+                same_step = torch.equal(step.logits().view(torch.uint8), of_step.view(torch.uint8))
                 same = all(map(torch.equal, expected, logits()))
-                free, total = torch.cuda.mem_get_info() if self.device.type == "cuda" else (0, 0)
                 rounds.append(
-                    {"steps": steps, "same": same, "used_gpu_bytes": total - free, "peak_host_bytes": peak_memory()}
+                    {"seconds": time.perf_counter() - begin, "steps": steps, "same": same, "same_step": same_step}
+                    | self.own_memory()
                 )
+                if self.args.out is not None:
+                    with open(self.args.out.with_suffix(".soak.jsonl"), "a", encoding="utf-8") as file:
+                        file.write(json.dumps(rounds[-1]) + "\n")
         del given.routings[SOAK_BATCH], given.guesses[SOAK_BATCH]
         finite = all(bool(row.view(torch.float32).isfinite().all()) for row in expected)
         stats = runner.expert_rows.stats if runner.expert_rows is not None else None
         result = {
-            "minutes": self.args.soak, "routings": len(rounds), "steps": sum(row["steps"] for row in rounds),
-            "same_logits": all(row["same"] for row in rounds), "finite": finite,
-            "used_gpu_bytes": [rounds[0]["used_gpu_bytes"], rounds[-1]["used_gpu_bytes"]],
-            "peak_host_bytes": [rounds[0]["peak_host_bytes"], rounds[-1]["peak_host_bytes"]],
+            "minutes": rounds[-1]["seconds"] / 60, "routings": len(rounds),
+            "steps": sum(row["steps"] for row in rounds),
+            "same_logits": all(row["same"] and row["same_step"] for row in rounds), "finite": finite,
+        } | {
+            name: [rounds[0][name], rounds[-1][name]] for name in self.own_memory()
+        } | {
             "hit_rate": stats.hit_rate if stats else None, "bytes_read": stats.bytes_read if stats else None,
             "ahead": stats.ahead if stats else None, "dropped": stats.dropped if stats else None,
         }  # fmt: skip
         say(f"  soak: {result}")
         return result
 
+    def own_memory(self) -> dict[str, int]:
+        """Bytes that this process holds, whatever other programs do."""
+        found = {"host_bytes": resident_memory(), "peak_host_bytes": peak_memory()}
+        if self.device.type == "cuda":
+            found |= {
+                "allocated_gpu_bytes": torch.cuda.memory_allocated(), "reserved_gpu_bytes": torch.cuda.memory_reserved()
+            }  # fmt: skip
+        return found
+
 
 class TimedStep(NamedTuple):
-    """A decode step: a call, and one that sets its tokens ``[[token], ...]``."""
+    """A decode step: a call, one that sets its tokens ``[[token], ...]``, and one that returns its last logits."""
 
     run: Callable[[], object]
     set_tokens: Callable[[list[list[int]]], None]
+    logits: Callable[[], Tensor]
 
 
 @contextmanager
@@ -673,8 +699,17 @@ def decode_steps(
 
                 set_tokens([[(7 * i) % runner.config.vocab_size] for i in range(batch)])
             run = step.run if step.graph is not None else _eager(step.run, rows, enabled)
-            made.append(TimedStep(run, set_tokens))
+            made.append(TimedStep(run, set_tokens, lambda step=step: step.logits))
         yield made
+
+
+def resident_memory() -> int:
+    """Bytes of host memory that this process holds, pinned memory included; 0 where it is unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def _eager(run: Callable[[], object], rows: ExpertRows, ahead: bool) -> Callable[[], object]:
