@@ -157,11 +157,12 @@ def time_tables(
     Raises:
         ValueError: sizes that the runner was not made for.
     """
-    here, seen = gpu(runner.device), set()
+    here, seen, given_up = gpu(runner.device), set(), set()
     for size in dict.fromkeys(sizes):
         with _stages(runner, *size) as stages:
             found = [(stage, calls, recorded_rows(calls, tables, here, nearest, seen)) for stage, calls in stages]
-            compile_missing(variants for *_, stage in found for _, rows in stage.values() for _, variants in rows)
+            launched = [variants for *_, stage in found for _, rows in stage.values() for _, variants in rows]
+            compile_missing(launched, given_up)
             for stage, calls, recorded in found:
                 for (name, problem), (lookups, rows) in sorted(recorded.items(), key=lambda item: item[0][0]):
                     compiled = [row for row, variants in rows if all(variant.is_cached() for variant in variants)]
@@ -213,16 +214,21 @@ def recorded_rows(
     return found
 
 
-def compile_missing(launched: Iterable[Sequence[Variant]]) -> None:
-    """Compiles the kernels that Triton's cache lacks, in parallel, and reports kernels that failed."""
+def compile_missing(launched: Iterable[Sequence[Variant]], given_up: set[str]) -> None:
+    """Compiles the kernels that Triton's cache lacks, in parallel.
+
+    Args:
+        given_up: keys of kernels that are not tried again; those that fail now are reported and added.
+    """
     from deepseek_attn.runner.ahead.pool import compile_variants
 
-    def report(failed: Sequence[str] = (), **event: object) -> None:
-        for problem in failed:
+    def report(**event: Any) -> None:
+        for problem in event.get("failed", ()):
             logger.warning("rows are left out: %s", problem)
+            given_up.update(event["done"])
 
     variants = {variant.key: variant for variants in launched for variant in variants}
-    missing = [variant for variant in variants.values() if not variant.is_cached()]
+    missing = [variant for key, variant in variants.items() if key not in given_up and not variant.is_cached()]
     compile_variants([missing], default_workers(), report, seconds=COMPILE_SECONDS)
 
 

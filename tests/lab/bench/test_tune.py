@@ -100,8 +100,34 @@ def test_rows_are_recorded_once_and_compiled_together(monkeypatch):
     assert ([one.table for one in lookups], name, rows) == ([tables[0]] * 2, tables[0].name, [])
     with recording.recorded_launches(HERE) as launches:
         calls[0]()
-    compile_missing([launches.latest, launches.latest])
-    assert [variant.name for variant in compiled] == ["rms_norm_kernel"]
+    given_up = set()
+    compile_missing([launches.latest, launches.latest], given_up)
+    assert ([variant.name for variant in compiled], given_up) == (["rms_norm_kernel"], set())
+
+
+def test_a_kernel_that_does_not_compile_is_reported_and_not_tried_again(monkeypatch, caplog):
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    from deepseek_attn.lab.bench.tune import compile_missing
+    from deepseek_attn.runner.ahead import pool
+
+    class Unfit(SimpleNamespace):
+        def is_cached(self):
+            return False
+
+    tried = []
+
+    def compile_variants(lists, workers, tell, seconds):
+        assert seconds > 0
+        for variant in [one for variants in lists for one in variants]:
+            tried.append(variant.key)
+            tell(done=[variant.key], failed=["large_kernel: its compiler ended"] if variant.key == "a" else [])
+
+    monkeypatch.setattr(pool, "compile_variants", compile_variants)
+    given_up = set()
+    for _ in range(2):
+        compile_missing([[untyped(Unfit(key="a")), untyped(Unfit(key="b"))]], given_up)
+    assert (tried, given_up) == (["a", "b", "b"], {"a"})
+    assert caplog.messages == ["rows are left out: large_kernel: its compiler ended"]
 
 
 def test_a_problem_is_timed_in_the_first_step_that_has_it(monkeypatch):
