@@ -164,10 +164,10 @@ class PlanFacts:
                 ],
                 "prompt": vars(gpu_prompt(model, sizes, cached, *self.prompt, copied, ahead)) if cached else None,
             })  # fmt: skip
-        known = "measured" if machine.bus_measured else "not measured"
         notes = [
-            f"bus: PCI Express 5.0 x16 at {show_bytes(bus)}/s ({known}), disk at {show_bytes(args.disk_rate)}/s "
-            "(--disk-rate; not measured); copies of a decode step precede the products of their layer, those of a "
+            f"bus: PCI Express 5.0 x16 at {show_bytes(bus)}/s, disk at {show_bytes(args.disk_rate)}/s (--disk-rate; "
+            "not measured); copies of a decode step precede the products of their layer (copies ahead of the routing, "
+            "in small steps from host memory, are not counted), those of a "
             f"prompt from host memory, at {show_bytes(machine.rates['copy_engine'])}/s, run ahead of them"
         ]
         return self._expert_facts(sizes, machine.name, machine.memory, sizes.nbytes, settings, notes)

@@ -53,7 +53,6 @@ class Machine:
         step_us: once per step: embedding, metadata, greedy tokens.
         peers: sums that ranks exchange themselves; nccl: through NCCL, within a host; network: between hosts, per GPU.
         sources: where the figures are from.
-        bus_measured: the rate of the bus is measured; otherwise it is the expected rate of PCI Express 5.0 x16.
     """
 
     name: str
@@ -72,16 +71,12 @@ class Machine:
     nccl: Exchange
     network: Exchange
     sources: tuple[str, ...]
-    bus_measured: bool = False
 
     def attention(self, spec: AnySpec, decode: bool) -> StageCost:
         """Cost of a layer's attention: one of V4's three kinds, by whether the layer reads entries and selects them."""
         kind = "C4A" if spec.has_indexer else "C128A" if spec.ratio else "SWA"
         return (self.decode if decode else self.prefill)[kind]
 
-
-PCIE_5 = 55e9
-"""Bytes/s of copies over PCI Express 5.0 x16 (64e9 by its signals); not measured."""
 
 H200 = Machine(
     name="h200",
@@ -131,24 +126,22 @@ H200 = Machine(
         "all experts resident and the copies, within 7 %, prompts as the longer of both, within 15 %",
         "more GPUs of a host, and hosts (400 Gb/s per GPU): not measured; latencies as in NCCL's src/graph/tuning.cc",
     ),
-    bus_measured=True,
 )
 H100 = replace(
     H200,
     name="h100",
     memory=85_017_493_504,
-    rates={"copy": 3.02e12, "bf16": 783e12, "fp8": 1419e12, "bus": PCIE_5, "copy_engine": PCIE_5},
+    rates={"copy": 3.02e12, "bf16": 783e12, "fp8": 1419e12, "bus": 52.0e9, "copy_engine": 54.9e9},
     many={**H200.many, NORMS: StageCost(8.0, 1.63, 0.0), ROUTING: StageCost(4.0, 0.0, 2.4)},
     sources=(
-        "memory, rates, hyper-connections and norms, and routing of many tokens: one H100 with 80 GB (SXM)",
+        "memory, rates, hyper-connections and norms, and routing of many tokens: one H100 with 80 GB (SXM); copies "
+        "from host memory: another one (docs/data/h100_host_model.json)",
         "other stages: ratios of an H200; steps of V4-Flash, 8 layers, on one H100, batches 1 to 128 and 4096 and 8192 "
         "tokens are predicted within 17 % (docs/data/h100_model.json)",
         "FP4 index keys: ratios of FP8 ones, which predict more saved in decode than was measured, and nothing of what "
         "they cost in prefill (docs/data/h100_beside_vllm.json)",
-        "context, kernels and exchanges: as of H200s, not measured; copies from host memory: PCI Express 5.0 x16, not "
-        "measured",
+        "context, kernels and exchanges: as of H200s, not measured",
     ),
-    bus_measured=False,
 )
 
 

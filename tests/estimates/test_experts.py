@@ -58,7 +58,7 @@ def test_floors_know_the_bus():
     assert missed.bus == pytest.approx(0.25 * 6 * FP4)
     assert (missed + missed).bus == 2 * missed.bus
     floor = missed.floor(H100.rates)
-    assert floor.bus_us == pytest.approx(missed.bus / 55e9 * 1e6)
+    assert floor.bus_us == pytest.approx(missed.bus / 52e9 * 1e6)
     assert (floor.bound, floor.microseconds) == ("bus", floor.bus_us)
     assert FloorWork({"weights": 4}).floor({"copy": 2.0, "bf16": 1.0}) == Floor(2e6, 0.0)
 
@@ -111,16 +111,23 @@ def test_prompts_on_a_cpu():
 
 @pytest.mark.parametrize(
     ("file", "part", "error"),
-    [("h200_host_model", "model", 0.07), ("h200_host_80gb", "model", 0.07), ("h200_host_experts", "experts", 0.012)],
-)
+    [
+        ("h200_host_model", "model", 0.07), ("h200_host_80gb", "model", 0.07), ("h200_host_experts", "experts", 0.012),
+        ("h100_host_model", "model", 0.05),
+    ],
+)  # fmt: skip
 def test_measured_steps_are_those_of_resident_experts_and_copies(file, part, error):
-    """The kernel that copies reached 50.5 GB/s on one machine, and 48 to 50 on another."""
+    """The kernel that copies reached 50.5 GB/s on one H200, and 48 to 50 on another. Predictions make steps shorter."""
     measured = json.loads((DATA / f"{file}.json").read_text())[part]
-    steps = [row for row in measured.values() if isinstance(row, dict) and "copied" in row]
-    assert len(steps) == 6
-    for row in steps:
-        copies = row["copied"] * measured["expert_bytes"] / H200.rates["bus"]
-        assert row["seconds_all_there"] + copies == pytest.approx(row["seconds"], rel=error)
+    bus = (H100 if file.startswith("h100") else H200).rates["bus"]
+    steps = {name: row for name, row in measured.items() if isinstance(row, dict) and "copied" in row}
+    assert sum("share" not in row for row in steps.values()) in (6, 9)
+    for row in steps.values():
+        whole = row["seconds_all_there"] + row["copied"] * measured["expert_bytes"] / bus
+        if "share" in row:
+            assert 0.8 * whole < row["seconds"] < 1.01 * whole
+        else:
+            assert row["seconds"] == pytest.approx(whole, rel=error)
 
 
 @pytest.mark.parametrize("file", tiered(["h200_host_model", "h200_host_80gb"], ["h200_host_80gb"]))
@@ -134,18 +141,12 @@ def test_measured_prompts_are_as_long_as_products_or_copies(file):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("gpu", "words"),
-    [
-        ("h200", "50.5 GB/s (measured)"),
-        pytest.param("h100", "55 GB/s (not measured)", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_plan_says_whether_the_bus_was_measured(gpu, words, capsys):
+@pytest.mark.parametrize(("gpu", "rate"), [("h200", "50.5"), pytest.param("h100", "52", marks=pytest.mark.exhaustive)])
+def test_plan_names_the_rate_of_the_bus(gpu, rate, capsys):
     pytest.importorskip("triton")
     limits = ["--max-num-seqs", "2", "--max-model-len", "512", "--host-memory", "1GB", "--expert-memory", "host"]
     assert main(["plan", "--model", "tiny_gpu", "--gpu", gpu, *limits]) == 0
-    assert f"bus: PCI Express 5.0 x16 at {words}" in capsys.readouterr().out
+    assert f"bus: PCI Express 5.0 x16 at {rate} GB/s," in capsys.readouterr().out
 
 
 def test_steps_on_a_cpu_wait_for_the_disk_only_if_it_is_slower():
