@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepseek_attn.lab.bench.plots import FOREGROUND, MUTED, SERIES, svg_element
-from deepseek_attn.lab.experiments.report.figures import Figure, curves, length_lines, lines, scatter, sizes
+from deepseek_attn.lab.experiments.report.figures import Figure, by_length, curves, forest, scatter, sizes
+from deepseek_attn.lab.experiments.report.pareto import metric_of
 from deepseek_attn.lab.experiments.report.schema import Report, tasks, with_task
 from deepseek_attn.utils.files import write_text
 
@@ -48,16 +49,18 @@ def pictures(report: Report) -> list[Figure]:
             found.append(Figure(name, name, scatter(report, front)))
     for task in tasks(report):
         variants = with_task(report, task)
-        metric = "loss" if task == "text" else "accuracy"
-        rows = length_lines(variants, metric)
-        name = f"{task}-by-length"
-        found.append(Figure(name, name, lines(rows, "tokens", f"{task} {metric}", log="x")))
+        found.append(renamed(by_length(report, task), f"{task}-by-length"))
         found.append(Figure(f"{task}-training", f"{task}-training", curves(variants, task)))
     for first in tasks(report)[:1]:
-        found += [
-            replace(figure, name=f"{first}-by-size", caption=f"{first}-by-size") for figure in sizes(report, first)
-        ]
+        quality = f"{first} {metric_of(with_task(report, first)[0].quality)}"
+        found += [renamed(figure, f"{first}-by-size") for figure in sizes(report, first)]
+        found += [renamed(figure, f"{first}-differences") for figure in forest(report, quality)]
     return found
+
+
+def renamed(figure: Figure, name: str) -> Figure:
+    """The figure as a file of its own."""
+    return replace(figure, name=name, caption=name)
 
 
 def standalone(svg: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, groupby
+from itertools import combinations, groupby, pairwise
+from typing import NamedTuple
 
 from deepseek_attn.lab.experiments.report.pareto import context_of, cost_at, qualities, quality_of
 from deepseek_attn.lab.experiments.report.schema import (
@@ -24,10 +25,20 @@ ENOUGH_SEEDS = 5
 FAMILIES = {
     "bound": "what a schedule loses against dense attention",
     "selection": "what the indexer loses against an oracle, and gains over a random selection",
+    "front": "each schedule on the Pareto front of a quality against bytes less the next cheaper one",
     "equal bytes": "schedules whose KV bytes differ by less than 10 %",
     "equal reads": "schedules whose queries read as many bytes, within 10 %",
-    "layers": "one layer changed",
+    "layers": "schedules with one changed layer less the schedule itself",
 }
+FAMILY_COSTS = {"front": "bytes_per_token", "equal bytes": "bytes_per_token", "equal reads": "read_bytes"}
+
+
+class PricedDifference(NamedTuple):
+    """A difference in quality, and the costs of both variants by `FAMILY_COSTS`; None where they are not counted."""
+
+    row: PairedDifference
+    one: float | None
+    other: float | None
 
 
 def make_comparisons(report: Report) -> list[PairedDifference]:
@@ -37,10 +48,22 @@ def make_comparisons(report: Report) -> list[PairedDifference]:
         task = quality.partition(" ")[0]
         if task not in tasks(report):
             continue
-        for family, pairs in groupby(_pairs(report, task), lambda pair: pair[0]):
+        for family, pairs in groupby(_pairs(report, quality, task), lambda pair: pair[0]):
             found = [_difference(quality, family, one, other) for _, one, other in pairs]
             rows += corrected([row for row in found if row is not None])
     return rows
+
+
+def priced(report: Report, family: str) -> list[PricedDifference]:
+    """The differences of a family, with costs."""
+    variants, cost = {variant["name"]: variant for variant in report["variants"]}, FAMILY_COSTS.get(family)
+    context = None if cost is None else context_of(report, cost)
+    found = []
+    for row in report["comparisons"]:
+        if row["family"] == family:
+            costs = [None if cost is None else cost_at(variants[row[n]], cost, context) for n in ("one", "other")]
+            found.append(PricedDifference(row, *costs))
+    return found
 
 
 def corrected(rows: list[PairedDifference]) -> list[PairedDifference]:
@@ -51,7 +74,7 @@ def corrected(rows: list[PairedDifference]) -> list[PairedDifference]:
     return rows
 
 
-def _pairs(report: Report, task: str) -> Iterator[tuple[str, VariantReport, VariantReport]]:
+def _pairs(report: Report, quality: str, task: str) -> Iterator[tuple[str, VariantReport, VariantReport]]:
     """(family, one, other), family by family."""
     trained = {variant["name"]: variant for variant, _ in with_task(report, task)}
     plain = [v for v in trained.values() if v["selection"] == "learned" and v["parent"] is None]
@@ -62,7 +85,11 @@ def _pairs(report: Report, task: str) -> Iterator[tuple[str, VariantReport, Vari
     for control in trained.values():
         if control["twin"] in trained:
             yield "selection", trained[control["twin"]], control
-    for family, cost in (("equal bytes", "bytes_per_token"), ("equal reads", "read_bytes")):
+    for front in report.get("fronts", []):
+        if front["cost"] == FAMILY_COSTS["front"] and front["quality"] == quality:
+            yield from (("front", trained[dearer], trained[cheaper]) for cheaper, dearer in pairwise(front["variants"]))
+    for family in ("equal bytes", "equal reads"):
+        cost = FAMILY_COSTS[family]
         context = context_of(report, cost)
         for one, other in combinations(compressed, 2):
             costs = [cost_at(variant, cost, context) for variant in (one, other)]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepseek_attn.lab.bench.plots import MUTED, SERIES, svg_element
 from deepseek_attn.lab.experiments.report.axes import (
+    NUMBER_SIZE,
     Mark,
     belongs_to,
     draw_lines,
@@ -102,7 +104,7 @@ def sizes(report: Report, first: str) -> list[Figure]:
 
     def paint(axes: Axes) -> None:
         set_scale(axes, "x", [x for line in series for x, _ in line.points])
-        lines(series, "parameters", f"{kind} {metric}", chance=chance_of(report, f"{first} {metric}"))(axes)
+        lines(series, "parameters", f"{kind} {metric}", bounds=levels(report, f"{first} {metric}", series))(axes)
 
     return [Figure(f"sizes-{kind}", f"{kind}: {metric} by the size of the model", paint)]
 
@@ -120,7 +122,9 @@ def one_of_each_size(report: Report, kind: str) -> list[str]:
 def forest(report: Report, quality: str) -> list[Figure]:
     """Paired differences with their intervals: the loss of a schedule, and the effect of its selection."""
     rows = [
-        row for row in report["comparisons"] if row["quality"] == quality and row["family"] in ("bound", "selection")
+        row
+        for row in report["comparisons"]
+        if row["quality"] == quality and row["family"] in ("bound", "selection") and row["low"] is not None
     ]
     numbers = {variant["name"]: variant["number"] for variant in report["variants"]}
     if not rows:
@@ -157,15 +161,13 @@ def distances(report: Report) -> list[Figure]:
     figures = []
     for task in tasks(report):
         qualities = with_task(report, task)
-        metric = metric_of(qualities[0].quality)
-        lengths = length_lines(qualities, metric)
+        lengths = length_lines(qualities, metric_of(qualities[0].quality))
         figures += [*by_distance(report, task, qualities), *by_depth(report, task, qualities)]
         losses = [Line(v, [(row["end"], row["loss"]) for row in quality["by_position"]]) for v, quality in qualities]
         if len(lengths[0].points) > 1:
-            paint = lines(lengths, "tokens", f"{task} {metric}", log="x", chance=chance_of(report, f"{task} {metric}"))
-            figures.append(Figure(f"length-{task}", f"{task}: {metric} by context length", paint))
+            figures.append(by_length(report, task))
         if len(losses[0].points) > 1:
-            paint = lines(losses, "position", f"{task} loss", log="x")
+            paint = lines(losses, "position", f"{task} loss", log="x", bounds=levels(report, f"{task} loss", losses))
             figures.append(Figure(f"position-{task}", f"{task}: loss by position in the sequence", paint))
     for name, caption in (("loss", "loss"), ("kl", "KL from the own schedule")):
         found = [(v, v.get("checkpoint", {}).get("by_position", [])) for v in report["variants"]]
@@ -184,7 +186,8 @@ def by_distance(report: Report, task: str, qualities: list[Trained]) -> list[Fig
         for v, q in qualities
     ]
     if series := [line for line in series if len(line.points) > 1]:
-        paint = lines(series, "tokens back", f"{task} accuracy", log="x", chance=chance_of(report, f"{task} accuracy"))
+        drawn = levels(report, f"{task} accuracy", series)
+        paint = lines(series, "tokens back", f"{task} accuracy", log="x", bounds=drawn)
         return [Figure(f"distance-{task}", f"{task}: accuracy by the distance of the fact, {longest} tokens", paint)]
     return []
 
@@ -198,9 +201,19 @@ def by_depth(report: Report, task: str, qualities: list[Trained]) -> list[Figure
             for v, q in qualities
         ]
         if series := [line for line in series if len(line.points) > 1]:
-            paint = lines(series, "depth", f"{task} accuracy", chance=chance_of(report, f"{task} accuracy"))
+            paint = lines(series, "depth", f"{task} accuracy", bounds=levels(report, f"{task} accuracy", series))
             figures.append(Figure(f"depth-{task}-{length}", f"{task}: accuracy by depth, {length} tokens", paint))
     return figures
+
+
+def by_length(report: Report, task: str) -> Figure:
+    """Quality of a task against the length of the sequences."""
+    qualities = with_task(report, task)
+    metric = metric_of(qualities[0].quality)
+    series = length_lines(qualities, metric)
+    drawn = levels(report, f"{task} {metric}", series)
+    paint = lines(series, "tokens", f"{task} {metric}", log="x", bounds=drawn)
+    return Figure(f"length-{task}", f"{task}: {metric} by context length", paint)
 
 
 def length_lines(qualities: list[Trained], metric: str) -> list[Line]:
@@ -238,11 +251,15 @@ def layers(report: Report) -> list[Figure]:
     for source in [*tasks(report), "checkpoint"]:
         for name, caption in RECALL_CAPTIONS.items():
             series: dict[int, Line] = {}
+            guessed: dict[int, float] = {}
             for found, variant, row in recall_rows(report):
                 if found == source and row[name] is not None:
                     series.setdefault(variant["number"], Line(variant, [])).points.append((row["layer"], row[name]))
+                    if name == "index_recall" and row["index_recall_of_chance"] is not None:
+                        guessed[row["layer"]] = min(row["index_recall_of_chance"], guessed.get(row["layer"], 1.0))
             if series:
-                paint = lines(list(series.values()), "layer", caption, whole=True)
+                drawn = [Level("chance", sorted(guessed.items()))] if guessed else []
+                paint = lines(list(series.values()), "layer", caption, whole=True, bounds=drawn)
                 figures.append(Figure(f"layer-{source}-{name}", f"{source}: {caption}, by layer", paint))
     return figures
 
@@ -263,8 +280,9 @@ def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
         marks = [mark(variant, [(cost, quality["mean"])]) for variant, cost, quality in points.values()]
         for shown, (_, cost, quality) in zip(marks, points.values(), strict=True):
             belongs_to(axes.vlines(cost, quality["low"], quality["high"], color=shown.color, zorder=2), shown.number)
-        draw_level(axes, "chance", chance_of(report, front["quality"]))
-        draw_level(axes, "dense", bound_of(report, front["quality"]))
+        for name, level in (("chance", chance_of), ("dense", bound_of)):
+            if (value := level(report, front["quality"])) is not None:
+                draw_level(axes, Level(name, [(0.0, value)]))
         draw_points(axes, marks, 6.5, filled=[point.variant["number"] for point in best])
         write_numbers(axes, marks, lift=5)
         axes.set_xlabel(f"{COST_NAMES[front['cost']]} at {show_length(front['context'])} tokens")
@@ -273,28 +291,54 @@ def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
     return paint
 
 
-def draw_level(axes: Axes, name: str, level: float | None) -> None:
-    """A dashed line at a bound such as chance or dense attention, with its name at the left end."""
-    if level is not None:
-        axes.axhline(level, color=MUTED, linestyle="--", linewidth=1, zorder=0)
-        axes.annotate(name, (0, level), xycoords=("axes fraction", "data"), xytext=(2, 2), fontsize=8, color=MUTED,
-                      textcoords="offset points")  # fmt: skip
+class Level(NamedTuple):
+    """What guessing or dense attention reaches, by the x of a plot; one point: the same everywhere."""
+
+    name: str
+    points: list[tuple[float, float]]
+
+
+def levels(report: Report, quality: str, series: Sequence[Line]) -> list[Level]:
+    """Chance, and the best line of dense attention, for a plot of ``quality``."""
+    chance = chance_of(report, quality)
+    guessed = [] if chance is None else [Level("chance", [(0.0, chance)])]
+    return guessed + dense_level(series, quality)
+
+
+def dense_level(series: Sequence[Line], quality: str) -> list[Level]:
+    """The best line of dense attention among ``series``; none without one."""
+    dense = [line.points for line in series if line.variant["attention"] == "dense" and line.points]
+    best = min if quality.endswith("loss") else max
+    return [Level("dense", best(dense, key=lambda points: fmean(y for _, y in points)))] if dense else []
+
+
+def draw_level(axes: Axes, level: Level) -> None:
+    """A dashed line at a bound such as chance or dense attention, with its name at the left."""
+    style: dict[str, Any] = {"color": MUTED, "linestyle": "--", "zorder": 0}
+    text: dict[str, Any] = {"fontsize": NUMBER_SIZE, "color": MUTED, "textcoords": "offset points"}
+    xs, ys = zip(*level.points, strict=True)
+    if len(xs) == 1:
+        axes.axhline(ys[0], linewidth=1, **style)
+        axes.annotate(level.name, (0, ys[0]), xycoords=("axes fraction", "data"), xytext=(2, 2), **text)
+    else:  # wide: a variant's own line lies over it
+        axes.plot(xs, ys, linewidth=4, alpha=0.5, **style)
+        axes.annotate(level.name, (xs[0], ys[0]), xytext=(4, 5), **text)
 
 
 def lines(
-    series: list[Line], x: str, y: str, *, log: str = "", whole: bool = False, chance: float | None = None
+    series: list[Line], x: str, y: str, *, log: str = "", whole: bool = False, bounds: Sequence[Level] = ()
 ) -> Callable[[Axes], None]:
     """One line per variant, its number at the line's end.
 
     Args:
         log: axes that are logarithmic: ``"x"``, whose values are context lengths, or ``"xy"``.
         whole: ``x`` counts something, so that ticks are whole numbers.
-        chance: the chance level, drawn as a line.
+        bounds: drawn as dashed lines.
     """
 
     def paint(axes: Axes) -> None:
-        marks = [mark(variant, points) for variant, points, _ in series]
-        places = [point for _, points, _ in series for point in points]
+        marks = [mark(line.variant, line.points) for line in series]
+        places = [point for line in series for point in line.points]
         if "x" in log:
             set_length_ticks(axes, [place for place, _ in places])
         if "y" in log:
@@ -304,7 +348,8 @@ def lines(
         for shown, line in zip(marks, series, strict=True):
             for place, low, high in line.bars:
                 belongs_to(axes.vlines(place, low, high, color=shown.color, alpha=0.5, zorder=2), shown.number)
-        draw_level(axes, "chance", chance)
+        for level in bounds:
+            draw_level(axes, level)
         draw_lines(axes, marks, size=3)
         write_numbers(axes, marks)
         axes.set_xlabel(x)
@@ -327,6 +372,9 @@ def curves(variants: list[Trained], task: str) -> Callable[[Axes], None]:
             else:
                 band = axes.vlines(steps, low, high, color=marks[-1].color)
             belongs_to(band, variant["number"])
+        dense = [Line(variant, [(row[0], row[1]) for row in found["curve"]]) for variant, found in variants]
+        for level in dense_level(dense, "loss"):
+            draw_level(axes, level)
         draw_lines(axes, marks, width=1.2)
         write_numbers(axes, marks)
         axes.set_xlabel("training step")

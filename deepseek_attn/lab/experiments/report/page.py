@@ -9,9 +9,9 @@ from pathlib import Path
 
 from deepseek_attn.lab.bench.plots import SERIES
 from deepseek_attn.lab.experiments.report import figures
-from deepseek_attn.lab.experiments.report.comparisons import FAMILIES
+from deepseek_attn.lab.experiments.report.comparisons import FAMILIES, FAMILY_COSTS, priced
 from deepseek_attn.lab.experiments.report.schema import Report, recall_rows, tasks, with_task
-from deepseek_attn.lab.experiments.report.table import show_length, show_number, summary, timing_note
+from deepseek_attn.lab.experiments.report.table import COST_NAMES, show_length, show_number, summary, timing_note
 from deepseek_attn.utils.files import write_text
 from deepseek_attn.utils.pages import page_templates, script_data
 
@@ -42,10 +42,12 @@ def make_page(report: Report) -> str:
     }
     return environment.get_template("page.html.jinja").render(
         report=report,
-        summary=summary(report),
+        summary=summary(report, notes=False),
         timing_note=timing_note(report),
         recall=list(recall_rows(report)),
         families=FAMILIES,
+        priced={family: priced(report, family) for family in (*FAMILY_COSTS, "layers")},
+        cost_names=FAMILY_COSTS | COST_NAMES,
         tasks={task: with_task(report, task) for task in tasks(report)},
         plots=plots,
         num_colors=len(SERIES),

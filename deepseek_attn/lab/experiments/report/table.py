@@ -66,12 +66,12 @@ class Summary(NamedTuple):
     rows: list[SummaryRow]
 
 
-def summary(report: Report) -> Summary:
-    """The costs and qualities of every variant."""
+def summary(report: Report, notes: bool = True) -> Summary:
+    """The costs and qualities of every variant; with ``notes``, columns say what guessing reaches."""
     names, wanted = costs(report), qualities(report)
     contexts = {name: context_of(report, name) for name in names}
     columns = [*(f"{COST_NAMES[name]} at {show_length(contexts[name])}" for name in names)]
-    columns += [f"{name}{note_of(report, name)}" for name in wanted]
+    columns += [f"{name}{note_of(report, name) if notes else ''}" for name in wanted]
     best = {name for front in report["fronts"] for name in front["variants"] if front["cost"] == "bytes_per_token"}
     rows = []
     for variant in report["variants"]:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from deepseek_attn.lab.experiments.report.comparisons import make_comparisons, make_limits
+from deepseek_attn.lab.experiments.report.comparisons import make_comparisons, make_limits, priced
+from deepseek_attn.lab.experiments.report.pareto import mark_front
 from deepseek_attn.lab.experiments.report.report import spread
 from deepseek_attn.lab.experiments.report.statistics import holm, paired, t_quantile, t_within
 from tests.support.typed import required
@@ -78,6 +79,23 @@ def test_families_of_comparisons():
     assert required(loss["low"]) < loss["mean"] < required(loss["high"]) < 0
     assert not pairs["equal bytes", "learned", "equal"]["exceeds"]
     assert not pairs["layers", "changed", "learned"]["exceeds"]
+
+
+def test_what_more_bytes_buy_follows_the_front():
+    trained = report(
+        variant(1, "dense", [0.9, 0.91, 0.9], attention="dense", costs=(100, 1000)),
+        variant(2, "learned", [0.7, 0.72, 0.71], costs=(10, 50)),
+        variant(3, "window", [0.1, 0.12, 0.11], costs=(1, 5)),
+        variant(4, "changed", [0.6, 0.61, 0.62], parent="learned"),
+    )
+    trained["fronts"] = mark_front(trained)
+    trained["comparisons"] = make_comparisons(trained)
+    steps = [(found.row["one"], found.one, found.row["other"], found.other) for found in priced(trained, "front")]
+    assert steps == [("learned", 10, "window", 1), ("dense", 100, "learned", 10)]
+    assert all(found.row["mean"] > 0 and found.row["exceeds"] for found in priced(trained, "front"))
+    assert [(found.row["one"], found.one, found.other) for found in priced(trained, "layers")] == [
+        ("changed", None, None)
+    ]
 
 
 def test_p_values_are_corrected_within_a_family():

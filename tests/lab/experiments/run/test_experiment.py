@@ -441,9 +441,12 @@ def test_tables_say_what_guessing_reaches_and_over_how_many_answers(finished):
     for variant in report["variants"]:
         assert variant["tasks"]["recall"]["chance"] == pytest.approx(1 / 16, abs=0.02)
         assert variant["tasks"]["recall"]["answers"] == 4
-    for text in (show_table(report), (out / "report.html").read_text()):
-        assert re.search(r"recall accuracy \(chance 0\.0\d+, 4 answers a seed\)", text)
-    captions = re.findall(r"<figcaption>([^<]*)", (out / "report.html").read_text())
+    assert re.search(r"recall accuracy \(chance 0\.0\d+, 4 answers a seed\)", show_table(report))
+    page = (out / "report.html").read_text()
+    [setting] = re.findall(r'<tr><td class="name">recall</td>.*?</tr>', page, flags=re.DOTALL)
+    assert "<td>1 each</td>" in setting
+    assert re.search(r'<td data-value="4">4</td>\s*<td data-value="0\.0\d+">0\.0\d+</td>\s*</tr>', setting)
+    captions = re.findall(r"<figcaption>([^<]*)", page)
     assert "checkpoint: loss by position" in captions
     assert "checkpoint: KL from the own schedule by position" in captions
 
