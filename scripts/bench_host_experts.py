@@ -121,7 +121,7 @@ def say(text: str) -> None:
 
 def compile_kernels(config: Any, tokens: list[int]) -> None:
     """Compiles the kernels of experts alone, in processes, before this one uses the GPU."""
-    from deepseek_attn.runner.ahead.pool import compile_variants
+    from deepseek_attn.runner.ahead.pool import compile_all
     from deepseek_attn.runner.ahead.recording import recorded_launches
 
     E, D, inner, k = (
@@ -143,7 +143,7 @@ def compile_kernels(config: Any, tokens: list[int]) -> None:
             moe_experts(x, ids, weights, *layer.stacks, *options, slots=found)
             moe_experts(x, ids, weights, *stacks, *options)
         variants = list(launches.variants.values())
-    compile_variants([variants], max(1, (os.cpu_count() or 2) - 2), lambda **event: None)
+    compile_all(variants, max(1, (os.cpu_count() or 2) - 2), lambda **event: None)
 
 
 class Bench:

@@ -52,7 +52,7 @@ def main() -> None:
 
     end_with_parent()
     torch.set_num_threads(1)  # forked processes have no threads of a pool
-    prepare_keys()
+    keys = prepare_keys()
     # ops on "meta" that torch has in Python are exempted from torch.compile, for which it would be imported: seconds
     if "torch._dynamo" not in sys.modules:
         stand_in: Any = SimpleNamespace(disable=lambda op, *_, **__: op)
@@ -62,6 +62,7 @@ def main() -> None:
         request, workers = runner.recv()
         with recorded_launches(request.gpu) as launches:
             lists = KernelLists(request, launches)
+            keys.join()  # forked processes inherit the digest of Triton's files
             compile_variants(lists.all(), workers, tell, runner, lists.step)
     except Exception as error:
         tell(problem=f"{type(error).__name__}: {error}"[:1000])

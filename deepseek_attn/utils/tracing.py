@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.autograd.profiler import profile as autograd_profile
 
 from deepseek_attn.utils.files import appearing, check_output
 
@@ -88,10 +89,8 @@ def profile(path: str | Path) -> Iterator[None]:
         ValueError: nothing can be written to ``path``; nothing has run yet.
     """
     check_output(path, "no trace can be written to")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profiler = torch.profiler.profile(activities=activities)
+    # Before torch 2.13 `torch.profiler.profile` warns unless it accumulates events, which would parse the whole trace.
+    profiler = autograd_profile(use_device="cuda" if torch.cuda.is_available() else None)
     try:
         with ranges(), profiler:
             yield
@@ -100,7 +99,7 @@ def profile(path: str | Path) -> Iterator[None]:
             _export(profiler, partial)
 
 
-def _export(profiler: torch.profiler.profile, path: Path) -> None:
+def _export(profiler: autograd_profile, path: Path) -> None:
     """Writes the trace, compressed if the name ends in ``.gz``; OSError if not all of it can be written.
 
     The profiler's own compression hides write errors. Its export hides them too, except that the file is missing.

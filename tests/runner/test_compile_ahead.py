@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
-import signal
+import subprocess
+import sys
+import textwrap
 import time
-from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +35,8 @@ from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.ahead import compilation as ahead
+from deepseek_attn.runner.ahead import pool
 from deepseek_attn.runner.ahead.compilation import Compilation, compiling_ahead, launching
-from deepseek_attn.runner.ahead.pool import compile_variants
 from deepseek_attn.runner.ahead.recording import (
     _Target,
     before_compiling,
@@ -154,15 +157,30 @@ def test_triton_is_not_patched_and_as_before_after_a_recording():
     assert active_mode.get() is None
 
 
-class _Stub:
-    """A variant whose compilation does something else."""
-
-    def __init__(self, name, compile=lambda: None, cached=False):
-        self.name = self.key = name
-        self.compile, self.is_cached = compile, lambda: cached
+def Stub(name: str, cached: bool = False) -> Any:
+    """A variant of which a launch asks whether it is cached."""
+    return SimpleNamespace(name=name, key=name, is_cached=lambda: cached)
 
 
-Stub: Any = _Stub
+STUBS = """
+import json, os, runpy, signal, sys, time
+from multiprocessing import Pipe
+from types import SimpleNamespace
+
+compile_variants = runpy.run_path(sys.argv[1])["compile_variants"]  # without its package, which imports torch
+
+
+def Stub(name, compile=lambda: None):
+    return SimpleNamespace(name=name, key=name, compile=compile)
+
+
+def tell(**event):
+    print(json.dumps(event), flush=True)
+
+
+"""
+
+
 CONSTANT = tl.constexpr(3)
 
 
@@ -181,19 +199,28 @@ class Events(list):
     def __call__(self, **event):
         self.append(event)
 
+    @classmethod
+    def of(cls, script):
+        """Events of stubs that a process without other threads compiles; warnings are errors there."""
+        command = [sys.executable, "-W", "error", "-c", STUBS + textwrap.dedent(script), str(pool.__file__)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (result.returncode, result.stderr) == (0, "")
+        return cls(map(json.loads, result.stdout.splitlines()))
+
     def all(self, kind):
         """Values of one kind of event, in their order."""
         return [value for event in self for value in event.get(kind, ())]
 
 
 def test_a_kernel_that_does_not_compile_is_named_and_the_others_do():
-    def refuse():
-        raise ValueError("no such layout")
+    events = Events.of("""
+        def refuse():
+            raise ValueError("no such layout")
 
-    variants = [Stub("good_kernel"), Stub("bad_kernel", refuse), Stub("gone_kernel", lambda: os._exit(3))]
-    events = Events()
-    compile_variants([variants[:1], [], variants[1:]], 2, events)
-    names = [variant.name for variant in variants]
+        variants = [Stub("good_kernel"), Stub("bad_kernel", refuse), Stub("gone_kernel", lambda: os._exit(3))]
+        compile_variants([variants[:1], [], variants[1:]], 2, tell)
+    """)
+    names = ["good_kernel", "bad_kernel", "gone_kernel"]
     assert events.all("found") == names
     assert sorted(events.all("running")) == sorted(events.all("done")) == sorted(names)
     assert sorted(events.all("failed")) == [
@@ -203,48 +230,67 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_others_do():
 
 
 def test_a_compilation_ends_at_its_time_limit():
-    events = Events()
-    compile_variants([[Stub("endless_kernel", signal.pause), Stub("a_kernel")]], 2, events, seconds=1)
+    events = Events.of("""
+        compile_variants([[Stub("endless_kernel", signal.pause), Stub("a_kernel")]], 2, tell, seconds=1)
+    """)
     assert events.all("failed") == ["endless_kernel: its compiler ended with exit code -14"]
     assert sorted(events.all("done")) == ["a_kernel", "endless_kernel"]
 
 
 def test_kernels_are_compiled_once_in_the_order_of_their_lists():
-    names = [["row_kernel", "attend_kernel"], ["topk_kernel", "row_kernel", "insert_tokens_kernel"]]
-    events = Events()
-    busy = [Stub("busy", lambda: time.sleep(0.3))]
-    compile_variants([busy, *([Stub(name) for name in step] for step in names)], 1, events)
+    """Nor is a runner waited for that is there and sends nothing."""
+    events = Events.of("""
+        receive, send = Pipe(duplex=False)
+        lists = ["busy"], ["row_kernel", "attend_kernel"], ["topk_kernel", "row_kernel", "insert_tokens_kernel"], []
+        busy = {"busy": [lambda: time.sleep(0.3)]}
+        compile_variants(([Stub(name, *busy.get(name, ())) for name in names] for names in lists), 1, tell, receive)
+        send.close()
+    """)
     assert events.all("done") == ["busy", "row_kernel", "attend_kernel", "topk_kernel", "insert_tokens_kernel"]
-
-
-def test_nothing_is_waited_for_once_all_is_compiled():
-    """The runner may be there, and send nothing."""
-    receive, send = Pipe(duplex=False)
-    compile_variants([[Stub("a_kernel")], []], 1, Events(), receive)
-    send.close()
 
 
 @pytest.mark.exhaustive
 def test_kernels_of_the_step_that_the_runner_computes_come_before_all():
     """Those that wait already move to the front, once; later lists do not put them back."""
-    receive, send = Pipe(duplex=False)
-    kernels = {1: ["late_kernel", "new_kernel"], 2: ["last_kernel", "busy"]}
+    events = Events.of("""
+        receive, send = Pipe(duplex=False)
+        kernels = {1: ["late_kernel", "new_kernel"], 2: ["last_kernel", "busy"]}
 
-    def lists():
-        yield [Stub("busy", lambda: time.sleep(0.3))]
-        yield [Stub("first_kernel"), Stub("late_kernel"), Stub("last_kernel")]
-        send.send(1)
-        yield [Stub("other_kernel")]
-        send.send(2)
-        send.close()
-        yield [Stub("new_kernel"), Stub("late_kernel")]
+        def lists():
+            yield [Stub("busy", lambda: time.sleep(0.3))]
+            yield [Stub("first_kernel"), Stub("late_kernel"), Stub("last_kernel")]
+            send.send(1)
+            yield [Stub("other_kernel")]
+            send.send(2)
+            send.close()
+            yield [Stub("new_kernel"), Stub("late_kernel")]
 
-    events = Events()
-    compile_variants(lists(), 1, events, receive, lambda step: [Stub(name) for name in kernels[step]])
+        compile_variants(lists(), 1, tell, receive, lambda step: [Stub(name) for name in kernels[step]])
+    """)
     assert events.all("done") == [
         "busy", "last_kernel", "late_kernel", "new_kernel", "first_kernel", "other_kernel",
     ]  # fmt: skip
-    assert [(event["listed"], event["found"]) for event in events if "listed" in event] == list(kernels.items())
+    assert [(event["listed"], event["found"]) for event in events if "listed" in event] == [
+        (1, ["late_kernel", "new_kernel"]),
+        (2, ["last_kernel", "busy"]),
+    ]
+
+
+@pytest.mark.exhaustive
+def test_a_process_with_threads_compiles_without_a_fork_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    forks = []
+    os.register_at_fork(before=lambda: forks.append(os.getpid()))
+    with recorded_launches(H200) as launches:
+        next(iter(KernelLists(request_of("tiny"), launches).all()))
+    by_kind = {type(variant.source.fn): variant for variant in launches.variants.values()}
+    variants = list(by_kind.values())
+    assert len(variants) == 2  # of Triton and of Gluon
+    events = Events()
+    pool.compile_all(variants, 2, events)
+    assert len(events.all("done")) == 2
+    assert [variant.is_cached() for variant in variants] == [True, True]
+    assert not forks
 
 
 def test_keys_do_not_depend_on_the_order_of_launches(monkeypatch):

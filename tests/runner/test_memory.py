@@ -95,7 +95,7 @@ def test_a_step_is_counted_as_the_allocator_counts_it(preset):
     ):
         warm_up, rows = WarmUp(runner, 2 * runner.has_mtp), [(1, 9), (1, 300), (48, 48)]
         warm_up.prefill(rows)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             warm_up.prefill(rows)
         with AllocationTrace(runner.device, block=1) as trace:
             warm_up.prefill(rows)

@@ -53,7 +53,7 @@ def test_a_trace_has_every_stage(preset, expected, tmp_path):
 def test_nothing_is_recorded_unless_switched_on():
     calls = []
     double = traced("double")(lambda x: calls.append(x) or 2 * x)
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         with stage("off"):
             assert double(2) == 4
         with ranges(), stage("on"):
@@ -76,7 +76,7 @@ def test_a_disabled_stage_makes_nothing():
     """One object for all stages, without a range of the profiler: what a step pays for its stages is a call."""
     assert stage("off") is stage("another")
     assert not isinstance(stage("off"), torch.profiler.record_function)
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         assert traced("off")(abs)(-3) == 3
     assert "off" not in [event.key for event in profiler.key_averages()]
 

@@ -119,7 +119,7 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float, float]]:
 
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(PROFILED_RUNS):
             call()
         torch.cuda.synchronize()

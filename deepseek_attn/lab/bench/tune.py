@@ -220,7 +220,7 @@ def compile_missing(launched: Iterable[Sequence[Variant]], given_up: set[str]) -
     Args:
         given_up: keys of kernels that are not tried again; those that fail now are reported and added.
     """
-    from deepseek_attn.runner.ahead.pool import compile_variants
+    from deepseek_attn.runner.ahead.pool import compile_all
 
     def report(**event: Any) -> None:
         for problem in event.get("failed", ()):
@@ -229,7 +229,7 @@ def compile_missing(launched: Iterable[Sequence[Variant]], given_up: set[str]) -
 
     variants = {variant.key: variant for variants in launched for variant in variants}
     missing = [variant for key, variant in variants.items() if key not in given_up and not variant.is_cached()]
-    compile_variants([missing], default_workers(), report, seconds=COMPILE_SECONDS)
+    compile_all(missing, default_workers(), report, seconds=COMPILE_SECONDS)
 
 
 def _time_rows(calls: Calls, consulted: Consulted, rows: Sequence[Row], repeats: int) -> Iterator[RowTiming]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from deepseek_attn.runner.ahead.recording import Variant, prepare_keys
 from deepseek_attn.utils.processes import end_with_parent
+
+if TYPE_CHECKING:
+    from deepseek_attn.runner.ahead.recording import Variant
 
 
 class Tell(Protocol):
@@ -21,31 +25,32 @@ class Tell(Protocol):
 
 
 def compile_variants(
-    lists: Iterable[list[Variant]],
+    lists: Iterable[Sequence[Variant]],
     workers: int,
     tell: Tell,
     requests: Connection | None = None,
     kernels_of: Callable[[Any], list[Variant]] = lambda step: [],
     seconds: int = 0,
+    method: Literal["fork", "forkserver"] = "fork",
 ) -> None:
-    """Compiles variants while more are being listed, each in a forked process, ``workers`` of them at a time.
+    """Compiles variants while more are being listed, each in a process of its own, ``workers`` of them at a time.
 
-    Variants of requested steps are compiled first, all others in the order of the list.
+    Variants of requested steps are compiled first, all others in the order of the list. By default this process is
+    forked, so it must have no other threads, and `prepare_keys` must have ended: its results are inherited.
 
     Args:
         requests: receives the shapes of steps that a runner computes meanwhile; ``kernels_of``: lists their kernels.
         seconds: a variant that takes longer fails; 0: no limit.
     """
     waiting: dict[str, Variant] = {}
+    context = multiprocessing.get_context(method)
     running: dict[Connection, tuple[BaseProcess, Variant]] = {}
     started: set[str] = set()
     listed = 0
 
     def start(variant: Variant) -> None:
         receive, send = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(
-            target=_compile, args=(variant, send, seconds), daemon=True
-        )
+        process = context.Process(target=_compile, args=(variant, send, seconds), daemon=True)
         process.start()
         send.close()
         running[receive] = process, variant
@@ -63,7 +68,7 @@ def compile_variants(
         receive.close()
         tell(done=[variant.key], failed=[f"{variant.name}: {error}"] if error else [])
 
-    def fresh(variants: list[Variant]) -> dict[str, Variant]:
+    def fresh(variants: Sequence[Variant]) -> dict[str, Variant]:
         return {variant.key: variant for variant in variants if variant.key not in started}
 
     def advance(timeout: float | None) -> None:
@@ -84,13 +89,29 @@ def compile_variants(
         while waiting and len(running) < workers:
             start(waiting.pop(next(iter(waiting))))
 
-    prepare_keys().join()  # forked processes inherit the digest of Triton's files
     for variants in lists:
         tell(found=[variant.key for variant in variants])
         waiting |= fresh(variants)
         advance(0)
     while waiting or running:
         advance(None)
+
+
+def compile_all(variants: Sequence[Variant], workers: int, tell: Tell, seconds: int = 0) -> None:
+    """As `compile_variants`, from any process, such as one with threads and a CUDA context, which no fork keeps intact.
+
+    Another process is forked instead.
+    """
+    if not variants:
+        return
+    for kind in {type(variant.source.fn) for variant in variants}:
+        ForkingPickler.register(kind, lambda function: (_function, (function.__module__, function.__name__)))
+    multiprocessing.set_forkserver_preload(["deepseek_attn.runner.ahead.prepared"])
+    compile_variants([variants], workers, tell, seconds=seconds, method="forkserver")
+
+
+def _function(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
 
 
 def _compile(variant: Variant, connection: Connection, seconds: int) -> None:

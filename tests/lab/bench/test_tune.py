@@ -91,7 +91,7 @@ def test_rows_are_recorded_once_and_compiled_together(monkeypatch):
     x = torch.empty(3, 256, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(256, dtype=torch.float32, device="meta")
     tables, seen, compiled = tables_of("norm"), set(), []
-    monkeypatch.setattr(pool, "compile_variants", lambda lists, workers, tell, seconds: compiled.extend(*lists))
+    monkeypatch.setattr(pool, "compile_all", lambda variants, workers, tell, seconds: compiled.extend(variants))
     monkeypatch.setattr(recording.Variant, "is_cached", lambda variant: variant.key in [one.key for one in compiled])
     calls = [lambda: rms_norm(x, 1e-6, weight)] * 2
     found, again = (recorded_rows(calls, tables, HERE, None, seen) for _ in range(2))
@@ -149,7 +149,7 @@ def test_a_problem_is_timed_in_the_first_step_that_has_it(monkeypatch):
     monkeypatch.setattr(tune, "_time_rows", timings)
     monkeypatch.setattr(tune, "gpu", lambda device: HERE)
     compiled: list[recording.Variant] = []
-    monkeypatch.setattr(pool, "compile_variants", lambda lists, workers, tell, seconds: compiled.extend(*lists))
+    monkeypatch.setattr(pool, "compile_all", lambda variants, workers, tell, seconds: compiled.extend(variants))
     monkeypatch.setattr(recording.Variant, "is_cached", lambda variant: variant.key in [one.key for one in compiled])
     runner = untyped(SimpleNamespace(device=torch.device("meta")))
     found = list(tune.time_tables(runner, tables_of("moe"), [(1, 1, 512), (8, 1, 512), (1, 1, 512)]))
