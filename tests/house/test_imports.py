@@ -368,7 +368,7 @@ def test_a_family_of_kernels_needs_no_triton(family):
 
 NEEDS_MORE = {  # by what they are for
     "deepseek_attn.lab.lm_eval.model": "lm_eval",
-    "deepseek_attn.runner.ahead.pool": "triton",
+    "deepseek_attn.runner.ahead.prepared": "triton",
     "deepseek_attn.runner.ahead.recording": "triton",
     "deepseek_attn.cli.plan_table": "triton",
     "deepseek_attn.runner.kernel_list": "triton",
