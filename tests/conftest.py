@@ -26,6 +26,8 @@ from tests.support.tiers import ON_GPU
 if TYPE_CHECKING:  # the process that only hands out tests to others does not import torch
     import torch
 
+gc.disable()  # until the tests are collected: a third of what their imports take
+
 # Small products gain nothing from more threads, and test workers would fight over the cores; so would their children.
 # One number of threads also means the same last bits in every process.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -112,6 +114,7 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000)  # objects made between two collections of young ones; Python's 700 cost a tenth of a run
 
 
