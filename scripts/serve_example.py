@@ -10,28 +10,38 @@ OpenAI's keys, the fields of `SamplingParams` by their names and, for chats, the
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from dataclasses import fields
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.cli.generate import default_checkpoint
 from deepseek_attn.cli.options import Parser, add_runner_options, check_bounds, runner_options
+from deepseek_attn.cli.terminal import say
 from deepseek_attn.engine.completion import Completion, RequestFailed
 from deepseek_attn.engine.llm import TextStream
+from deepseek_attn.engine.structured import with_response_format
+from deepseek_attn.runner.prompts import prompt_list
 from deepseek_attn.text.chat import ChatOptions
 from deepseek_attn.text.tokenizer import REPLACEMENT
+from deepseek_attn.utils.json_files import parse_json
 
 try:
     import uvicorn  # pyright: ignore[reportMissingImports]  # the extra serve
     from anyio.to_thread import current_default_thread_limiter
     from starlette.applications import Starlette  # pyright: ignore[reportMissingImports]  # the extra serve
     from starlette.concurrency import iterate_in_threadpool, run_in_threadpool  # pyright: ignore[reportMissingImports]  # the extra serve
+    from starlette.exceptions import HTTPException  # pyright: ignore[reportMissingImports]  # the extra serve
     from starlette.requests import Request  # pyright: ignore[reportMissingImports]  # the extra serve
     from starlette.responses import JSONResponse, Response, StreamingResponse  # pyright: ignore[reportMissingImports]  # the extra serve
 except ImportError as missing:
@@ -39,30 +49,98 @@ except ImportError as missing:
 
 SAMPLING = {field.name for field in fields(SamplingParams)} - {"logits_processors", "prompt_logprobs"}
 CHAT = ChatOptions.__annotations__.keys()
+REFUSED = (ValueError, TypeError, OverflowError)  # of a wrong request
 OTHERS = {"model", "stream", "stream_options", "max_completion_tokens", "top_logprobs"}
 OTHERS |= {"user", "metadata", "store", "service_tier", "parallel_tool_calls"}  # these change no answer
 
 
-def ask(llm: LLM, body: dict[str, Any], chat: bool) -> Any:
-    """A list of completions, or the `TextStream` of a single one. ValueError: the request is wrong."""
+GONE_SECONDS = 0.1  # between two checks whether a client is still connected
+SHUTDOWN_SECONDS = 5  # after Ctrl-C, for requests that run
+
+
+class Asked(NamedTuple):
+    """A request: its prompts, as `LLM.generate` takes them, and what is to be done with them."""
+
+    prompts: list[Any]
+    params: SamplingParams
+    stream: bool
+    with_usage: bool
+
+
+def read_body(llm: LLM, body: dict[str, Any], chat: bool) -> Asked:
+    """The request of a body. ValueError: it is wrong."""
     known = SAMPLING | OTHERS | ({"messages", *CHAT} if chat else {"prompt"})
     given = {key: value for key, value in body.items() if value is not None}
     if unknown := sorted(key for key, value in given.items() if value and key not in known):
         raise ValueError(f"not supported: {', '.join(unknown)}; supported are {', '.join(sorted(known))}")
-    stream, given["max_tokens"] = bool(given.get("stream")), body.get("max_completion_tokens") or body.get("max_tokens")
+    stream, options = given.get("stream", False), given.get("stream_options", {})
+    if not isinstance(stream, bool):
+        raise ValueError(f"stream={stream!r:.80}: must be true or false")
+    if not isinstance(options, dict) or not isinstance(with_usage := options.get("include_usage", False), bool):
+        raise ValueError(f'stream_options={options!r:.80}: expected {{"include_usage": true or false}}')
+    if "max_completion_tokens" in given:
+        given["max_tokens"] = given["max_completion_tokens"]
     if chat:
-        given["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
+        given["logprobs"] = chat_logprobs(given)
     params = SamplingParams(**{key: given[key] for key in SAMPLING & given.keys()})
     if chat:
-        options: Any = {key: given[key] for key in CHAT & given.keys()}
-        if isinstance(thinking := options.get("thinking"), dict):  # as in DeepSeek's API
-            options["thinking"] = thinking.get("type") == "enabled"
-        found = llm.chat(given.get("messages", []), params, stream=stream, **options)
-        return found if stream else [found]
+        choices: Any = {key: given[key] for key in CHAT & given.keys()}
+        if isinstance(thinking := choices.get("thinking"), dict):  # as in DeepSeek's API
+            if (kind := thinking.get("type")) not in ("enabled", "disabled"):
+                raise ValueError(f"thinking={thinking!r:.80}: its type must be 'enabled' or 'disabled'")
+            choices["thinking"] = kind == "enabled"
+        messages = given.get("messages", [])
+        prompt, _ = llm.chat_prompt(messages, **choices)
+        return Asked([prompt], with_response_format(params, messages, choices) or params, stream, with_usage)
     if (prompt := given.get("prompt")) is None:
         raise ValueError("prompt is missing")
-    single = isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int)
-    return llm.stream(prompt[0] if single else prompt, params) if stream else llm.generate(prompt, params)
+    prompts = prompt_list(prompt)
+    if not prompts:
+        raise ValueError("prompt is an empty list: write text, token ids, or a list of these")
+    if stream and len(prompts) > 1:
+        raise ValueError(f"{len(prompts)} prompts: a stream is one text; send a request for each")
+    return Asked(prompts, params, stream, with_usage)
+
+
+def chat_logprobs(given: dict[str, Any]) -> int | None:
+    """`SamplingParams.logprobs` of a chat."""
+    wanted = given.get("logprobs", False)
+    if not isinstance(wanted, bool):
+        raise ValueError(f"logprobs={wanted!r:.80}: must be true or false; top_logprobs is the number of alternatives")
+    if "top_logprobs" in given and not wanted:
+        raise ValueError(f"top_logprobs={given['top_logprobs']!r:.80} needs logprobs: true")
+    return given.get("top_logprobs", 0) if wanted else None
+
+
+def complete(llm: LLM, asked: Asked, gone: threading.Event) -> list[Completion]:
+    """Completions of all prompts; none once ``gone`` is set, and then nothing of them runs on.
+
+    Raises:
+        ValueError: a prompt cannot be run.
+    """
+    found: dict[int, Completion] = {}
+
+    def prompts() -> Iterator[Any]:
+        yield from asked.prompts
+        while len(found) < len(asked.prompts):  # called again before each step
+            if gone.is_set():
+                raise ClientGoneError
+            yield None
+
+    room = len(asked.prompts) * asked.params.n + 1  # one more than there are, so that `prompts` is called
+    try:
+        with closing(llm.generate_iter(prompts(), asked.params, max_in_flight=room)) as completions:
+            for index, completion in completions:
+                if completion.error and not completion.prompt_token_ids:
+                    raise ValueError(f"prompt {index}: {completion.error}")
+                found[index] = completion
+    except ClientGoneError:
+        return []
+    return [found[index] for index in range(len(asked.prompts))]
+
+
+class ClientGoneError(Exception):
+    """The client of a request has closed its connection, or the server stops."""
 
 
 def show_logprobs(llm: LLM, completion: Completion, chat: bool, start: int = 0) -> dict[str, Any] | None:
@@ -97,7 +175,7 @@ def usage(completions: list[Completion]) -> dict[str, int]:
 
 
 def refusal(error: Exception) -> dict[str, Any]:
-    kind = "server_error" if isinstance(error, RequestFailed) else "invalid_request_error"
+    kind = "invalid_request_error" if isinstance(error, REFUSED) else "server_error"
     return {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
 
 
@@ -130,18 +208,32 @@ def make_app(llm: LLM, name: str) -> Starlette:
         finally:
             stream.close()
 
+    async def completed(request: Request, asked: Asked) -> list[Completion]:
+        """The completions; none if the client went away."""
+        gone = threading.Event()
+        work = asyncio.ensure_future(run_in_threadpool(complete, llm, asked, gone))
+        try:
+            while not work.done():
+                await asyncio.wait([work], timeout=GONE_SECONDS)
+                if await request.is_disconnected():
+                    return []
+            return work.result()
+        finally:  # also if this task is cancelled, because the server stops
+            gone.set()
+
     async def answer(request: Request) -> Response:
         # a thread for each request that can run, and some for those that wait
         current_default_thread_limiter().total_tokens = 2 * llm.runner.layout.max_num_seqs + 4
-        body, chat = await request.json(), "chat" in request.url.path
+        body, chat = parse_json(await request.body(), "the body"), "chat" in request.url.path
         if not isinstance(body, dict):
             raise ValueError(f"the body must be a JSON object, got {type(body).__name__}")
         if body.get("model") not in (None, name):
             raise ValueError(f"model {body['model']!r:.80} is not here: the only one is {name!r}")
-        found = await run_in_threadpool(ask, llm, body, chat)
-        if isinstance(found, TextStream):
-            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            return StreamingResponse(events(found, chat, with_usage), media_type="text/event-stream")
+        asked = await run_in_threadpool(read_body, llm, body, chat)
+        if asked.stream:
+            stream = await run_in_threadpool(llm.stream, asked.prompts[0], asked.params)
+            return StreamingResponse(events(stream, chat, asked.with_usage), media_type="text/event-stream")
+        found = await completed(request, asked)
         choices = []
         for index, output in enumerate(output for completion in found for output in completion.outputs):
             if output.error:
@@ -156,9 +248,13 @@ def make_app(llm: LLM, name: str) -> Starlette:
         return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "deepseek-attn"}]})
 
     async def refuse(request: Request, error: Exception) -> Response:
-        return JSONResponse(refusal(error), 500 if isinstance(error, RequestFailed) else 400)
+        if isinstance(error, HTTPException):  # another path or method
+            return JSONResponse(
+                refusal(ValueError(f"{request.method} {request.url.path}: {error.detail}")), error.status_code
+            )
+        return JSONResponse(refusal(error), 400 if isinstance(error, REFUSED) else 500)
 
-    app = Starlette(exception_handlers=dict.fromkeys((ValueError, TypeError, OverflowError, RequestFailed), refuse))
+    app = Starlette(exception_handlers=dict.fromkeys((*REFUSED, RequestFailed, HTTPException, Exception), refuse))
     app.add_route("/v1/models", models)
     for path in ("/v1/completions", "/v1/chat/completions"):
         app.add_route(path, answer, methods=["POST"])
@@ -176,10 +272,38 @@ def main() -> None:
     args = parser.parse_args()
     try:
         check_bounds(args)
-        with LLM(args.model or default_checkpoint(), speculate=args.speculate, **runner_options(args)) as llm:
-            uvicorn.run(make_app(llm, args.name or args.model or llm.directory.name), host=args.host, port=args.port)
+        with (
+            listening(args.host, args.port) as place,  # before the model is loaded
+            LLM(args.model or default_checkpoint(), speculate=args.speculate, **runner_options(args)) as llm,
+        ):
+            app = make_app(llm, args.name or args.model or llm.directory.name)
+            host, port = place.getsockname()[:2]
+            say(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/v1 until Ctrl-C")
+            settings = uvicorn.Config(app, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
+            uvicorn.Server(settings).run(sockets=[place])
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(128 + signal.SIGINT)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket at an address. ValueError: it is taken, or not of this machine."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        place = socket.socket(family, kind, protocol)
+        try:
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            place.bind(address)
+        except OSError:
+            place.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"--host {host} --port {port}: {reason}; name another address, or port 0 for a free one"
+        ) from None
+    return place
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
+from deepseek_attn.config.defaults import MAX_COMPLETIONS, REPETITION_PENALTIES
 from deepseek_attn.utils.terminal import visible
 
 if TYPE_CHECKING:
@@ -273,12 +274,12 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--top-k": (0, MOST),
     "--top-p": (0, 1),
     "--min-p": (0, 1),
-    "--repetition-penalty": (0, MOST),
+    "--repetition-penalty": REPETITION_PENALTIES,
     "--presence-penalty": (-2, 2),
     "--frequency-penalty": (-2, 2),
     "--allowed-token-ids": (0, MOST),
     "--min-tokens": (0, MOST),
-    "--n": (1, MOST),
+    "--n": (1, MAX_COMPLETIONS),
     "--logprobs": (0, 1024),
     "--prompt-logprobs": (0, 1024),
     "--seed": (0, 2**64 - 1),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepseek_attn.config.common import read_tokens
+from deepseek_attn.config.defaults import REPETITION_PENALTIES
 from deepseek_attn.config.fields import FieldReader
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.utils.json_files import read_json
@@ -74,6 +75,9 @@ class GenerationConfig:
         )
         if found.top_p is not None and found.top_p > 1:
             reader.problem(f"top_p is {found.top_p}: expected a number in (0, 1]")
+        penalty, (least, most) = found.repetition_penalty, REPETITION_PENALTIES
+        if penalty is not None and not least <= penalty <= most:
+            reader.problem(f"repetition_penalty is {penalty}: expected a number in [{least:g}, {most:g}]")
         reader.raise_if_problems(str(file))
         ignored = [key for key, values in NOT_APPLIED.items() if raw.get(key) is not None and raw[key] not in values]
         if ignored:

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, cast
 
 import torch
 
-from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
+from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS, MAX_COMPLETIONS, REPETITION_PENALTIES
 from deepseek_attn.runner.logprobs import TOP_RULE, is_top
 
 MASK64 = (1 << 64) - 1
@@ -54,7 +54,7 @@ class SamplingParams:
         bad_words: words (text, or a list of token ids) whose last token never comes after the others in the output. A
             list of a single token id bans that token.
         min_tokens: neither EOS nor a stop token comes, and no stop string counts, before this many new tokens.
-        n: completions of the prompt, each with random numbers of its own: `Completion.outputs`.
+        n: completions of the prompt, each with random numbers of its own: `Completion.outputs`. At most 16384.
         include_stop_str_in_output: the text ends with the stop string, or with the text of the stop token.
         skip_special_tokens: leave special tokens out of the text.
         logits_processors: functions of ``(output token ids, row)``, or of ``(prompt token ids, output token ids,
@@ -120,11 +120,11 @@ class SamplingParams:
 
     def _rules(self):
         temperature_ok = _is_real(self.temperature) and 0 <= self.temperature < math.inf
-        penalty = self.repetition_penalty
+        penalty, (least, most) = self.repetition_penalty, REPETITION_PENALTIES
         strings, bias, words, choices = self.stop, self.logit_bias, self.bad_words, self.choices
         structures = [n for n in ("json_schema", "regex", "choices", "grammar") if getattr(self, n) is not None]
         min_ok = _is_int(self.min_tokens) and self.min_tokens >= 0
-        n_ok = _is_int(self.n) and self.n >= 1
+        n_ok = _is_int(self.n) and 1 <= self.n <= MAX_COMPLETIONS
         penalty_rule = f"must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}] (0: no penalty)"
         return [
             ("temperature", temperature_ok, "must be a finite number >= 0 (0 is greedy)"),
@@ -133,8 +133,8 @@ class SamplingParams:
             ("min_p", _is_real(self.min_p) and 0 <= self.min_p <= 1, "must be in [0, 1] (0 keeps all tokens)"),
             (
                 "repetition_penalty",
-                _is_real(penalty) and 0 < penalty < math.inf,
-                "must be a finite number > 0 (1: no penalty)",
+                _is_real(penalty) and least <= penalty <= most,
+                f"must be in [{least:g}, {most:g}] (1: no penalty)",
             ),
             ("presence_penalty", _is_within(self.presence_penalty, MAX_PENALTY), penalty_rule),
             ("frequency_penalty", _is_within(self.frequency_penalty, MAX_PENALTY), penalty_rule),
@@ -162,7 +162,7 @@ class SamplingParams:
                 not (min_ok and _is_int(self.max_tokens)) or self.min_tokens <= self.max_tokens,
                 f"must be at most max_tokens={self.max_tokens}",
             ),
-            ("n", n_ok, "must be an integer >= 1"),
+            ("n", n_ok, f"must be an integer from 1 to {MAX_COMPLETIONS}"),
             ("json_schema", self.json_schema is None or isinstance(self.json_schema, str), "must be a JSON schema"),
             *(
                 (name, value is None or (isinstance(value, str) and value), "must be text that is not empty")

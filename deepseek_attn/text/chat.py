@@ -113,6 +113,7 @@ def _conversation(
 ) -> tuple[list[Turn], dict[str, Any]]:
     """The checked arguments of `encode_turns`."""
     thinking = thinks(thinking, effort)
+    check_switches(continue_final_message=continued)
     turns = read_turns(messages, continued, style.supported, style.images)
     problems = MessageProblems()
     chosen = _chosen(tools, tool_choice)
@@ -139,12 +140,20 @@ def _conversation(
 
 
 def thinks(thinking: bool | None, effort: str | int | None) -> bool:
-    """Whether the answer begins with reasoning; ValueError for options that contradict each other."""
+    """Whether the answer begins with reasoning; ValueError for another type, or options that contradict each other."""
     if thinking is None:
         return effort not in (None, "none")
     if effort is not None and thinking == (effort == "none"):
         raise ValueError(f"thinking={thinking} beside reasoning_effort={effort!r:.80}: {MODES}")
-    return bool(thinking)
+    check_switches(thinking=thinking)
+    return thinking
+
+
+def check_switches(**switches: object) -> None:
+    """ValueError for a value that is neither True nor False: text such as "no" would switch an option on."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r:.80}: must be True or False")
 
 
 def _chosen(tools: Any, choice: Any) -> Any:
@@ -252,6 +261,7 @@ def build_prompt(
             they spell special tokens that a Jinja template looks for, or the tokenizer lacks the special tokens of the
             built-in encoding.
     """
+    check_switches(continue_final_message=continue_final_message, allow_special=allow_special)
     kind, explanation = describe_chat_format(directory)
     messages = plain_messages(messages)
     tools = plain_value(tools, "tools")

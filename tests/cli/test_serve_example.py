@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -197,7 +199,9 @@ def test_structured_output(client):
 @pytest.mark.exhaustive
 def test_requests_at_the_same_time(client, llm):
     def ask(i: int) -> str:
-        found = client.completions.create(model="tiny", prompt=f"word {i}", max_tokens=6, temperature=0, stream=i % 2)
+        found = client.completions.create(
+            model="tiny", prompt=f"word {i}", max_tokens=6, temperature=0, stream=bool(i % 2)
+        )
         return "".join(chunk.choices[0].text for chunk in found) if i % 2 else found.choices[0].text
 
     with ThreadPoolExecutor(9) as threads:
@@ -205,16 +209,25 @@ def test_requests_at_the_same_time(client, llm):
     assert found == [completion.text for completion in llm.generate([f"word {i}" for i in range(9)], GREEDY)]
 
 
-def test_a_client_that_goes_away(client, llm):
-    stream = client.completions.create(
-        model="tiny", prompt="a", max_tokens=2900, extra_body={"ignore_eos": True}, stream=True
-    )
-    next(iter(stream))
-    stream.close()
-    deadline = time.monotonic() + 60
-    while llm.engine.has_unfinished and time.monotonic() < deadline:
-        time.sleep(0.01)
+@pytest.mark.parametrize("stream", tiered([False, True], [False]))
+def test_a_client_that_goes_away(client, llm, stream):
+    """Its requests end, of an answer as a whole too."""
+    prompts = ["a"] if stream else ["a", "b"]
+    body = {"prompt": prompts, "max_tokens": 2900, "ignore_eos": True, "stream": stream}
+    before, content = llm.engine.stats.finished["abort"], json.dumps(body).encode()
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        waits_until(lambda: llm.engine.last_step.generated >= len(prompts))
+    waits_until(lambda: llm.engine.stats.finished["abort"] == before + len(prompts))
     assert not llm.engine.has_unfinished
+
+
+def waits_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
 
 
 @pytest.mark.parametrize(
@@ -223,13 +236,45 @@ def test_a_client_that_goes_away(client, llm):
         ("{}", "prompt is missing"),
         ("[1]", "must be a JSON object, got list"),
         ("{", "Expecting property name"),
+        ('{"prompt": ' + "[" * 5000 + "]" * 5000 + "}", "more than 64 objects or lists inside one another"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' is repeated"),
+        ('{"prompt": []}', "prompt is an empty list"),
+        ('{"prompt": ["a", [99999]]}', "prompt 1: token id 99999 is not in the vocabulary"),
+        ('{"prompt": ["a", "b"], "stream": true}', "2 prompts: a stream is one text"),
+        ('{"prompt": "a", "n": 1000000}', "n=1000000: must be an integer from 1 to"),
     ],
+    ids=lambda value: value[:40],
 )
-def test_wrong_bodies(client, body, message):
+def test_wrong_bodies(client, llm, body, message):
     with pytest.raises(HTTPError) as error:
         urlopen(f"{client.base_url}completions", data=body.encode())
     assert error.value.code == 400
     assert message in json.load(error.value)["error"]["message"]
+    assert not llm.engine.has_unfinished
+
+
+def test_another_path(client):
+    with pytest.raises(HTTPError) as error:
+        urlopen(f"{client.base_url}engines")
+    assert (error.value.code, json.load(error.value)["error"]["message"]) == (404, "GET /v1/engines: Not Found")
+
+
+@pytest.mark.parametrize(("host", "message"), [("127.0.0.1", "in use"), ("192.0.2.1", "192.0.2.1"), ("x" * 70, "xxx")])
+def test_an_address_that_cannot_be_used(monkeypatch, capsys, host, message):
+    """It is refused before a model is loaded."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    serve = importlib.import_module("serve_example")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["serve_example.py", "--model", "none", "--host", host, "--port", str(port)]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as end:
+            serve.main()
+    shown = capsys.readouterr().err
+    assert end.value.code == 2
+    assert f"--host {host} --port {port}: " in shown
+    assert message in shown
+    assert "checkpoint" not in shown
 
 
 @pytest.mark.parametrize(
@@ -242,6 +287,13 @@ def test_wrong_bodies(client, body, message):
         ({"tools": [{"type": "retrieval"}]}, "tools[0]: expected"),
         ({"reasoning_effort": "huge"}, "reasoning_effort='huge' is not supported"),
         ({"n": 2, "stream": True}, "n=2"),
+        ({"stream": "false"}, "stream='false': must be true or false"),
+        ({"stream": True, "stream_options": "x"}, "stream_options='x': expected"),
+        ({"max_completion_tokens": 0, "max_tokens": 5}, "max_tokens=0: must be an integer >= 1"),
+        ({"logprobs": 5}, "logprobs=5: must be true or false"),
+        ({"top_logprobs": 5}, "top_logprobs=5 needs logprobs: true"),
+        ({"thinking": {"type": "on"}}, "its type must be 'enabled' or 'disabled'"),
+        ({"thinking": "no"}, "thinking='no': must be True or False"),
     ],
 )
 def test_wrong_requests(client, body, message):

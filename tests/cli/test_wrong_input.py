@@ -234,6 +234,8 @@ def test_score(checkpoint, place, capsys, flags, message):
         (("--prompt", "x", "--system", ""), "--system needs --chat"),
         (("--prompt", "x", "--stop-token-id", "99999"), "--stop-token-id 99999: the vocabulary has"),
         (("--prompt", "x", "--temperature", "nan"), "--temperature nan: must be at least 0"),
+        (("--prompt", "x", "--n", "1000000"), "--n 1000000: must be 1 to 16384"),
+        (("--prompt", "x", "--repetition-penalty", "1e-300"), "--repetition-penalty 1e-300: must be 0.001 to 1000"),
     ],
 )
 def test_generate(checkpoint, place, capsys, flags, message):

@@ -144,6 +144,7 @@ def test_eos_is_that_of_the_file(folder, many):
         ({"top_p": 0}, "top_p is 0: expected a positive number"),
         ({"min_p": 1.5}, "min_p is 1.5: expected a number in"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0: expected a positive number"),
+        ({"repetition_penalty": 1e-5}, r"repetition_penalty is 1e-05: expected a number in \[0.001, 1000\]"),
         ({"top_k": -1}, "top_k is -1: expected an integer >= 0"),
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0: expected a positive integer"),

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from deepseek_attn import LLM, SamplingParams
+from deepseek_attn.config.defaults import REPETITION_PENALTIES
 from deepseek_attn.data import SMALL_CHECKPOINT
 from deepseek_attn.engine.drawing import make_generator, sample
 from deepseek_attn.engine.engine import Engine
@@ -197,12 +198,23 @@ def test_min_p_is_transformers(min_p):
     assert 1 <= len(kept) < 12
 
 
+@pytest.mark.parametrize("penalty", REPETITION_PENALTIES)
+def test_the_most_extreme_penalties_leave_finite_logits(penalty):
+    """Of logits far beyond those that models compute, and of zero."""
+    logits = torch.tensor([[1e30, 0.0, -1e30, 3.0]])
+    rules = LogitsRules(SamplingParams(repetition_penalty=penalty).resolved(), [], [], 4)
+    found, failures = processed_logits(logits, [LogitsRow(rules, [0, 1, 2], 3, 3, 3)])
+    assert found.isfinite().all()
+    assert not failures
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
         ({"min_p": 1.1}, r"min_p=1.1: must be in \[0, 1\]"),
         ({"min_p": float("nan")}, "min_p=nan"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0: must be a finite number > 0"),
+        ({"repetition_penalty": 0}, r"repetition_penalty=0: must be in \[0.001, 1000\]"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty=1e-300"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty=inf"),
         ({"presence_penalty": 2.5}, r"presence_penalty=2.5: must be in \[-2, 2\]"),
         ({"frequency_penalty": "1"}, "frequency_penalty='1'"),
@@ -216,7 +228,8 @@ def test_min_p_is_transformers(min_p):
         ({"bad_words": [3]}, "bad_words"),
         ({"min_tokens": -1}, "min_tokens=-1"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5: must be at most max_tokens=4"),
-        ({"n": 0}, "n=0: must be an integer >= 1"),
+        ({"n": 0}, "n=0: must be an integer from 1 to 16384"),
+        ({"n": 10**9}, "n=1000000000: must be an integer from 1 to 16384"),
         ({"n": 2, "temperature": 0}, "n=2: must be 1 with temperature 0"),
         ({"logits_processors": [3]}, "logits_processors"),
         ({"skip_special_tokens": 1}, "skip_special_tokens=1: must be True or False"),

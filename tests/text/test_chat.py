@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_attn.data import SMALL_CHECKPOINT
 from deepseek_attn.text.chat import build_prompt, describe_chat_format, encode_messages, parse_completion
+from deepseek_attn.text.tokenizer import Tokenizer
 from tests.support.typed import untyped
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -240,11 +242,18 @@ def test_refuses(messages, message):
         ("V4", {"response_format": {"type": "xml"}}, "response_format={'type': 'xml'}: expected"),
         ("V4", {"response_format": {"type": "json_schema"}}, "'json_schema': {'schema'"),
         ("V4", {"continue_final_message": True}, "message 0: only an assistant message can be continued"),
+        ("V4", {"continue_final_message": "no"}, "continue_final_message='no': must be True or False"),
+        ("V4", {"thinking": "no"}, "thinking='no': must be True or False"),
     ],
 )
 def test_refuses_options(version, options, message):
     with pytest.raises(ValueError, match=message):
         encode_messages([HI], version=version, **options)
+
+
+def test_special_tokens_are_allowed_by_true_alone(tmp_path):
+    with pytest.raises(ValueError, match="allow_special='no': must be True or False"):
+        build_prompt(Tokenizer(SMALL_CHECKPOINT), tmp_path, [HI], allow_special=untyped("no"))
 
 
 @pytest.mark.parametrize(
