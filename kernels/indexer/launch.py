@@ -6,8 +6,6 @@ little memory; with candidate blocks it also keeps blocks, or selects among the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
 from deepseek_attn.kernels.common.checks import INTS, check
 from deepseek_attn.kernels.common.counters import counters_of
-from deepseek_attn.kernels.common.device import FLOATS, GPU, gpu
+from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import (
     KernelPlan,
@@ -183,27 +181,14 @@ def paged_index_scores(
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`kernels.indexer.paged_index_scores` in Triton."""
-    T, entries, table = len(queries.q), keys.block_table.shape[1] * keys.entries, keys.block_table
+    check_scores(queries, keys, num_visible)
+    T, entries = len(queries.q), keys.block_table.shape[1] * keys.entries
     width = entries if width is None else width
-    key_format = check_scores(queries, keys, num_visible)
     if not 0 <= width <= entries:
         raise ValueError(f"width must be in 0 .. {entries}, the entries of a block table, got {width}")
-    if out is None:
-        out = torch.empty(T, width, dtype=torch.float32, device=queries.q.device)
+    out = torch.empty(T, width, dtype=torch.float32, device=queries.q.device) if out is None else out
     check("out", out, (T, width), torch.float32, rows=True)
-    if not out.numel() or not table.numel():
-        return out
-    plan, rows, shape = _score_launch(SCORES.plan, queries, keys, key_format, width, out)
-    config, grid = plan.config, (cdiv(T, plan.config.tokens), plan.config.splits)
-    arguments = rows, table, keys.token_to_req, num_visible, T, width, skip, table.stride(0)
-    if plan.kernel == "index_scores_hopper_kernel":
-        index_scores_hopper_kernel[grid](*arguments, PAGE=keys.entries, **launch_options(config.warps))
-    elif plan.kernel == "index_scores_decode_hopper_kernel":
-        constants = {"PAGE": keys.entries, "TOKENS": config.tokens, "FP4": key_format == "fp4"}
-        index_scores_decode_hopper_kernel[grid](*arguments, **constants, **launch_options(config.warps, True))
-    else:
-        index_scores_kernel[grid](*arguments, SHAPE=shape, num_stages=config.stages, **plan.options)
-    return out
+    return _launch_scores(queries, keys, num_visible, skip, out)
 
 
 def candidate_scores(
@@ -219,21 +204,79 @@ def candidate_scores(
         skip: rows with at most this many visible entries get no scores.
         out: float32 ``[T, n * size]``.
     """
-    size, kept, table = candidates.size, candidates.kept, keys.block_table
-    key_format = check_scores(queries, keys, num_visible)
-    T, columns = len(queries.q), kept.shape[1] * size
+    check_scores(queries, keys, num_visible)
+    T, kept = len(queries.q), candidates.kept
     check("candidate blocks", kept, (T, "n"), torch.int32, rows=True)
-    check("scores of candidates", out, (T, columns), torch.float32, rows=True)
-    if out.numel() and table.numel():
-        plan, rows, shape = _score_launch(CANDIDATE_SCORES.plan, queries, keys, key_format, columns, out)
-        candidate_scores_kernel[(T, plan.config.splits)](
-            *(rows, kept, kept.stride(0), table, keys.token_to_req, num_visible, columns, skip, table.stride(0)),
-            SHAPE=shape,
-            SIZE=size,
-            num_stages=plan.config.stages,
-            **plan.options,
-        )
+    check("scores of candidates", out, (T, kept.shape[1] * candidates.size), torch.float32, rows=True)
+    return _launch_scores(queries, keys, num_visible, skip, out, candidates)
+
+
+def _launch_scores(
+    queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, skip: int, out: Tensor,
+    candidates: CandidateBlocks | None = None,
+) -> Tensor:  # fmt: skip
+    """Scores of checked arguments into ``out``: of the first entries of a request, or of candidate blocks."""
+    q, pool, table, (T, H, dim), width = queries.q, keys.pool, keys.block_table, queries.q.shape, out.shape[1]
+    if not out.numel() or not table.numel():
+        return out
+    key_format, rounded = _KEY_FORMATS[keys.record.name], queries.score_dtype != torch.float32
+    exact = key_format == "plain" and (q.dtype != keys.record.dtype or q.dtype == torch.float32)
+    aligned = all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0 for rows in (q, pool))
+    problem = ScoresProblem(
+        T, len(table), width, H, dim, key_format, exact, rounded, aligned, batch_invariant()
+    )  # fmt: skip
+    plan = (SCORES if candidates is None else CANDIDATE_SCORES).plan(problem, gpu(out.device))
+    config, grid = plan.config, (cdiv(T, plan.config.tokens), plan.config.splits)
+    if key_format == "plain":
+        pool = pool.view(keys.record.dtype)
+    elif not plan.native_fp8:
+        q = q.view(torch.uint8)
+    elif key_format == "fp8":
+        pool = pool.view(torch.float8_e4m3fn)
+    rows = ScoreRows(q, queries.weights, pool, out, pool.stride(0), out.stride(0))
+    lists = table, keys.token_to_req, num_visible
+    arguments = rows, *lists, T, width, skip, table.stride(0)
+    if plan.kernel == "index_scores_hopper_kernel":
+        index_scores_hopper_kernel[grid](*arguments, PAGE=keys.entries, **launch_options(config.warps))
+        return out
+    if plan.kernel == "index_scores_decode_hopper_kernel":
+        constants = {"PAGE": keys.entries, "TOKENS": config.tokens, "FP4": key_format == "fp4"}
+        index_scores_decode_hopper_kernel[grid](*arguments, **constants, **launch_options(config.warps, True))
+        return out
+    options = {"SHAPE": _portable_shape(plan, queries, keys, exact), "num_stages": config.stages, **plan.options}
+    if candidates is None:
+        index_scores_kernel[grid](*arguments, **options)
+        return out
+    kept = candidates.kept
+    candidate_scores_kernel[grid](
+        rows, kept, kept.stride(0), *lists, width, skip, table.stride(0), SIZE=candidates.size, **options
+    )
     return out
+
+
+def _portable_shape(plan: KernelPlan, queries: IndexQueries, keys: PagedIndexKeys, exact: bool) -> ScoresShape:
+    """Constants of `index_scores_kernel` and `candidate_scores_kernel`."""
+    (_, H, dim), key_format, tokens = queries.q.shape, _KEY_FORMATS[keys.record.name], plan.config.tokens
+    if key_format == "plain":
+        dtype = tl.float32 if exact else TRITON_DTYPES[queries.q.dtype]
+    else:
+        dtype = tl.float8e4nv if plan.native_fp8 else tl.float16
+    return ScoresShape(
+        H=H,
+        DIM=dim,
+        PAGE=keys.entries,
+        KEY_FORMAT=key_format,
+        NATIVE_FP8=plan.native_fp8,
+        DTYPE=dtype,
+        PRECISION="tf32x3" if exact else None,
+        SCORE_DTYPE=TRITON_DTYPES[queries.score_dtype],
+        TOKENS=tokens,
+        BLOCK_T=next_power_of_2(tokens),
+        BLOCK_H=max(16, next_power_of_2(H)),
+        BLOCK_D=max(32, next_power_of_2(dim)),
+        BLOCK_N=plan.config.keys,
+        STAGES=plan.config.stages,
+    )
 
 
 def launch_candidate_entries(
@@ -322,47 +365,8 @@ def launch_topk(
     return out
 
 
-def _score_launch(
-    planner: Callable[[ScoresProblem, GPU], KernelPlan], queries: IndexQueries, keys: PagedIndexKeys, key_format: str,
-    width: int, out: Tensor,
-) -> tuple[KernelPlan, ScoreRows, ScoresShape]:  # fmt: skip
-    """The plan of checked arguments, queries and pages as the kernels take them, and the Triton kernels' constants."""
-    q, pool, (T, H, dim) = queries.q, keys.pool, queries.q.shape
-    exact = key_format == "plain" and (q.dtype != keys.record.dtype or q.dtype == torch.float32)
-    aligned = all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0 for rows in (q, pool))
-    rounded = queries.score_dtype != torch.float32
-    sizes = T, len(keys.block_table), width, H, dim
-    plan = planner(ScoresProblem(*sizes, key_format, exact, rounded, aligned, batch_invariant()), gpu(out.device))
-    config = plan.config
-    if key_format == "plain":
-        pool = pool.view(keys.record.dtype)
-        dtype = tl.float32 if exact else TRITON_DTYPES[q.dtype]
-    elif not plan.native_fp8:
-        q, dtype = q.view(torch.uint8), tl.float16
-    else:
-        dtype = tl.float8e4nv
-        pool = pool.view(torch.float8_e4m3fn) if key_format == "fp8" else pool
-    shape = ScoresShape(
-        H=H,
-        DIM=dim,
-        PAGE=keys.entries,
-        KEY_FORMAT=key_format,
-        NATIVE_FP8=plan.native_fp8,
-        DTYPE=dtype,
-        PRECISION="tf32x3" if exact else None,
-        SCORE_DTYPE=TRITON_DTYPES[queries.score_dtype],
-        TOKENS=config.tokens,
-        BLOCK_T=next_power_of_2(config.tokens),
-        BLOCK_H=max(16, next_power_of_2(H)),
-        BLOCK_D=max(32, next_power_of_2(dim)),
-        BLOCK_N=config.keys,
-        STAGES=config.stages,
-    )
-    return plan, ScoreRows(q, queries.weights, pool, out, pool.stride(0), out.stride(0)), shape
-
-
-def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor) -> str:
-    """The format of the keys; ValueError for arguments that the kernels of scores do not take."""
+def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor) -> None:
+    """Raises ValueError for arguments that the kernels of scores do not take."""
     q, weights = queries.q, queries.weights
     record, pool, page_entries, block_table, token_to_req = keys
     key_format = _KEY_FORMATS.get(record.name)
@@ -378,4 +382,3 @@ def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tenso
     check("block_table", block_table, ("B", "P"), rows=True)
     check("token_to_req", token_to_req, (T,))
     check("num_visible", num_visible, (T,))
-    return key_format
