@@ -258,16 +258,14 @@ def _checked_pools(q: Tensor, keys: Sequence[PagedKeys], sink: Tensor | None) ->
     records = [pool_keys.record for pool_keys in keys]
     if any(record != records[0] for record in records) and {record.name for record in records} != V41_PAIR:
         raise ValueError(f"two pools must hold the same record, or the two records of DeepSeek-V4.1, got {records}")
-    for pool_keys in keys:
-        check_attention(q, pool_keys.indices, pool_keys.lens, sink)
-    checked_keys = [_checked_keys(pool_keys) for pool_keys in keys]
-    if any(record.dim != q.shape[2] for record in records):
-        raise ValueError(f"the records hold {[r.dim for r in records]} channels, q {tuple(q.shape)}")
-    return _with_entries(checked_keys)
+    return _with_entries([_checked_keys(pool_keys, q, sink) for pool_keys in keys])
 
 
-def _checked_keys(keys: PagedKeys) -> AttendedKeys:
+def _checked_keys(keys: PagedKeys, q: Tensor, sink: Tensor | None) -> AttendedKeys:
     record, pool, n = keys.record, keys.pool, keys.entries
+    check_attention(q, keys.indices, keys.lens, sink)
+    if record.dim != q.shape[2]:
+        raise ValueError(f"the record holds {record.dim} channels, q {tuple(q.shape)}")
     layout, most = _entry_layout(record, n), 512 if record.name == "fp8_v4" else 1 << 16  # 8 scale bytes at once
     if layout.group in (64, 128) and (layout.nope > most or record.rope_dim % 16):
         raise ValueError(

@@ -16,7 +16,6 @@ from deepseek_attn.kernels.common.counters import counters_of
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import (
-    KernelPlan,
     RowsProblem,
     SharedLaunch,
     cdiv,
@@ -222,61 +221,48 @@ def _launch_scores(
     key_format, rounded = _KEY_FORMATS[keys.record.name], queries.score_dtype != torch.float32
     exact = key_format == "plain" and (q.dtype != keys.record.dtype or q.dtype == torch.float32)
     aligned = all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0 for rows in (q, pool))
-    problem = ScoresProblem(
-        T, len(table), width, H, dim, key_format, exact, rounded, aligned, batch_invariant()
-    )  # fmt: skip
+    problem = ScoresProblem(T, len(table), width, H, dim, key_format, exact, rounded, aligned, batch_invariant())
     plan = (SCORES if candidates is None else CANDIDATE_SCORES).plan(problem, gpu(out.device))
     config, grid = plan.config, (cdiv(T, plan.config.tokens), plan.config.splits)
     if key_format == "plain":
-        pool = pool.view(keys.record.dtype)
-    elif not plan.native_fp8:
-        q = q.view(torch.uint8)
-    elif key_format == "fp8":
-        pool = pool.view(torch.float8_e4m3fn)
+        pool, dtype = pool.view(keys.record.dtype), tl.float32 if exact else TRITON_DTYPES[q.dtype]
+    elif plan.native_fp8:
+        pool, dtype = pool.view(torch.float8_e4m3fn) if key_format == "fp8" else pool, tl.float8e4nv
+    else:
+        q, dtype = q.view(torch.uint8), tl.float16
     rows = ScoreRows(q, queries.weights, pool, out, pool.stride(0), out.stride(0))
     lists = table, keys.token_to_req, num_visible
     arguments = rows, *lists, T, width, skip, table.stride(0)
     if plan.kernel == "index_scores_hopper_kernel":
         index_scores_hopper_kernel[grid](*arguments, PAGE=keys.entries, **launch_options(config.warps))
-        return out
-    if plan.kernel == "index_scores_decode_hopper_kernel":
+    elif plan.kernel == "index_scores_decode_hopper_kernel":
         constants = {"PAGE": keys.entries, "TOKENS": config.tokens, "FP4": key_format == "fp4"}
         index_scores_decode_hopper_kernel[grid](*arguments, **constants, **launch_options(config.warps, True))
-        return out
-    options = {"SHAPE": _portable_shape(plan, queries, keys, exact), "num_stages": config.stages, **plan.options}
-    if candidates is None:
-        index_scores_kernel[grid](*arguments, **options)
-        return out
-    kept = candidates.kept
-    candidate_scores_kernel[grid](
-        rows, kept, kept.stride(0), *lists, width, skip, table.stride(0), SIZE=candidates.size, **options
-    )
-    return out
-
-
-def _portable_shape(plan: KernelPlan, queries: IndexQueries, keys: PagedIndexKeys, exact: bool) -> ScoresShape:
-    """Constants of `index_scores_kernel` and `candidate_scores_kernel`."""
-    (_, H, dim), key_format, tokens = queries.q.shape, _KEY_FORMATS[keys.record.name], plan.config.tokens
-    if key_format == "plain":
-        dtype = tl.float32 if exact else TRITON_DTYPES[queries.q.dtype]
     else:
-        dtype = tl.float8e4nv if plan.native_fp8 else tl.float16
-    return ScoresShape(
-        H=H,
-        DIM=dim,
-        PAGE=keys.entries,
-        KEY_FORMAT=key_format,
-        NATIVE_FP8=plan.native_fp8,
-        DTYPE=dtype,
-        PRECISION="tf32x3" if exact else None,
-        SCORE_DTYPE=TRITON_DTYPES[queries.score_dtype],
-        TOKENS=tokens,
-        BLOCK_T=next_power_of_2(tokens),
-        BLOCK_H=max(16, next_power_of_2(H)),
-        BLOCK_D=max(32, next_power_of_2(dim)),
-        BLOCK_N=plan.config.keys,
-        STAGES=plan.config.stages,
-    )
+        shape = ScoresShape(
+            H=H,
+            DIM=dim,
+            PAGE=keys.entries,
+            KEY_FORMAT=key_format,
+            NATIVE_FP8=plan.native_fp8,
+            DTYPE=dtype,
+            PRECISION="tf32x3" if exact else None,
+            SCORE_DTYPE=TRITON_DTYPES[queries.score_dtype],
+            TOKENS=config.tokens,
+            BLOCK_T=next_power_of_2(config.tokens),
+            BLOCK_H=max(16, next_power_of_2(H)),
+            BLOCK_D=max(32, next_power_of_2(dim)),
+            BLOCK_N=config.keys,
+            STAGES=config.stages,
+        )
+        options = {"SHAPE": shape, "num_stages": config.stages, **plan.options}
+        if candidates is None:
+            index_scores_kernel[grid](*arguments, **options)
+        else:
+            kept, size = candidates.kept, candidates.size
+            blocks = rows, kept, kept.stride(0), *lists, width, skip, table.stride(0)
+            candidate_scores_kernel[grid](*blocks, SIZE=size, **options)
+    return out
 
 
 def launch_candidate_entries(

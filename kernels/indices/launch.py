@@ -40,7 +40,7 @@ def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: in
         torch.empty(requests, dtype=torch.int32, device=device),
     )
     if T:
-        tokens = _tiles("decode_rows", starts, T).tokens
+        tokens = _tiles("decode_rows_kernel", starts, T).tokens
         decode_rows_kernel[(cdiv(T, tokens),)](
             starts, ends, out, T, max_len, offset, ROWS=rows_per_request, TOKENS=tokens, **launch_options()
         )
@@ -53,7 +53,7 @@ def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> 
     T, device = len(positions), positions.device
     out = EntryCounts(_long(T, device), torch.empty(T, dtype=torch.int32, device=device))
     if T:
-        tokens = _tiles("entry_counts", positions, T).tokens
+        tokens = _tiles("entry_counts_kernel", positions, T).tokens
         entry_counts_kernel[(cdiv(T, tokens),)](
             positions, is_valid, out, T, topk, RATIO=ratio, TOKENS=tokens, **launch_options()
         )
@@ -68,7 +68,7 @@ def step_indices(
     check_step(positions, token_to_req, token_table, token_page, window, groups)
     T, device = len(positions), positions.device
     decodes = T if decode_tokens is None else decode_tokens
-    columns = _tiles("step_indices", positions, T, max([1, *(group.width for group in groups)])).columns
+    columns = _tiles("step_indices_kernel", positions, T, max([1, *(group.width for group in groups)])).columns
     tokens = TokenOutputs(_long(T, device), *_rows(decodes, window, device))
     outs, shapes, tasks = [], [], 1
     for group in groups:
@@ -108,7 +108,7 @@ def compute_global_topk_indices_and_lens(
             *(topk_indices, topk_indices.stride(0), token_to_req, is_valid, _table(block_table), out, lens),
             K=K,
             N=block_size,
-            TILE=_tiles("compute_global_topk_indices_and_lens", out, T, K).columns,
+            TILE=_tiles("entry_slots_kernel", out, T, K).columns,
             **launch_options(),
         )
     return IndexRows(out, lens)
@@ -125,7 +125,7 @@ def combine_topk_swa_indices(
     width = 128 * cdiv(topk + window, 128)
     out, lens = _rows(T, width, topk_indices.device)
     if T:
-        tiles = _tiles("combine_topk_swa_indices", out, T, width, c)
+        tiles = _tiles("workspace_indices_kernel", out, T, width, c)
         workspace_indices_kernel[(T,)](
             WorkspaceRows(topk_indices, out, lens),
             *(topk_indices.stride(0), query_start_loc, seq_lens, gather_lens, is_valid, c, M, N),
@@ -135,9 +135,9 @@ def combine_topk_swa_indices(
     return IndexRows(out, lens)
 
 
-def _tiles(op: str, rows: Tensor, tokens: int, width: int = 1, requests: int = 1) -> IndexTiles:
-    """The tiles that an op's plan has."""
-    return INDICES.plan(IndexProblem(op, tokens, width, requests), gpu(rows.device)).choice.config
+def _tiles(kernel: str, rows: Tensor, tokens: int, width: int = 1, requests: int = 1) -> IndexTiles:
+    """The tiles that a kernel's plan has."""
+    return INDICES.plan(IndexProblem(kernel, tokens, width, requests), gpu(rows.device)).config
 
 
 def _table(block_table: Tensor) -> BlockTable:

@@ -18,11 +18,11 @@ class IndexProblem:
     """One launch of an index builder.
 
     Attributes:
-        op: name in `kernels.indices`; tokens: rows of the result; width: columns of its widest row.
+        kernel: that writes them; tokens: rows of the result; width: columns of its widest row.
         requests: whose lengths each token is compared with.
     """
 
-    op: str
+    kernel: str
     tokens: int
     width: int = 1
     requests: int = 1
@@ -42,19 +42,16 @@ def index_tiles(problem: IndexProblem, gpu: GPU) -> IndexTiles:
     return IndexTiles(TOKENS, columns, max(MIN_REQUESTS, next_power_of_2(problem.requests)))
 
 
-KERNELS = {
-    "decode_rows": "decode_rows_kernel",
-    "entry_counts": "entry_counts_kernel",
-    "step_indices": "step_indices_kernel",
-    "compute_global_topk_indices_and_lens": "entry_slots_kernel",
-    "combine_topk_swa_indices": "workspace_indices_kernel",
-}
-"""The kernel of each op."""
-
-
+KERNELS = (
+    "decode_rows_kernel",
+    "entry_counts_kernel",
+    "step_indices_kernel",
+    "entry_slots_kernel",
+    "workspace_indices_kernel",
+)
 # a row of the result depends on its own token alone
 INDICES = Table(
     "indices.index",
-    {kernel: equals("op", op) for op, kernel in KERNELS.items()},
-    [Row(ANY, kernel, index_tiles) for kernel in KERNELS.values()],
+    {kernel: equals("kernel", kernel) for kernel in KERNELS},
+    [Row(ANY, kernel, index_tiles) for kernel in KERNELS],
 )

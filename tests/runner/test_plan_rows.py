@@ -66,7 +66,7 @@ STATED = {
     "indexer.blocks": [RowsProblem(4, 512)],
     "indexer.candidate_entries": [RowsProblem(4, 512)],
     "indexer.queries": [IndexQueryProblem(tokens) for tokens in (1, 64)],  # training, impls
-    "indices.index": [IndexProblem("compute_global_topk_indices_and_lens", 4, 512)],  # impls on FlashMLA
+    "indices.index": [IndexProblem("entry_slots_kernel", 4, 512)],  # impls on FlashMLA
 }
 """Problems by the name of a table, of which the steps below have none."""
 
