@@ -141,7 +141,8 @@ def make_limits(report: Report) -> list[str]:
         if min(counts) < ENOUGH_SEEDS:
             few = sum(count < ENOUGH_SEEDS for count in counts)
             found.append(
-                f"{task}: {few} of {len(counts)} variants have fewer than {ENOUGH_SEEDS} seeds: no claim rests on them."
+                f"{task}: {few} of {len(counts)} variants have fewer than {ENOUGH_SEEDS} seeds and so wide intervals; "
+                f"with fewer than {LEAST_SEEDS} no difference counts."
             )
     if report["cost_model"] is not None and tasks(report):
         longest = max(report["cost_model"]["contexts"])
