@@ -57,7 +57,7 @@ class MixedKernels(SplitAttentionImpl):
 def _kernels(q: Tensor, width: int, record: str = "") -> type[SplitAttentionImpl]:
     """The kernels for ``q [T, heads, d]`` over at most ``width`` keys: in pages of ``record``, or in rows."""
     call = LayerCall(q.shape[0], q.shape[1], width, record)
-    return FlashMLAKernels if LIBRARY.plan(call, gpu(q.device)).choice.kernel == "FlashMLA" else TritonKernels
+    return FlashMLAKernels if LIBRARY.plan(call, gpu(q.device)).kernel == "FlashMLA" else TritonKernels
 
 
 class DeepseekV4MixedSparseImpl(MixedKernels):

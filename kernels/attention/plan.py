@@ -19,7 +19,6 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     HOPPER,
     Choice,
-    KernelPlan,
     LaunchBlock,
     Row,
     Table,
@@ -244,7 +243,7 @@ class AttendPlan:
         programs: of the persistent `attend_rows_hopper_kernel`.
     """
 
-    attend: KernelPlan
+    attend: Choice
     splits: int
     combine: Choice | None
     dtype: torch.dtype
@@ -262,7 +261,7 @@ def attend_plan(problem: AttendProblem, gpu: GPU, choice: Choice, splits: int) -
     last = splits == 1 and (not problem.raw_q or (choice.kernel == "attend_hopper_kernel" and problem.dim == 512))
     combine = None if last else COMBINE.choose(CombineProblem(splits, problem.d_v, problem.raw_q), gpu)
     programs = min(problem.queries * cdiv(problem.heads, choice.config.heads), gpu.multiprocessors)
-    return AttendPlan(KernelPlan.of(choice, gpu), splits, combine, problem.product_dtype, programs)
+    return AttendPlan(choice, splits, combine, problem.product_dtype, programs)
 
 
 @planner("attention.attend")

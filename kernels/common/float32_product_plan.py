@@ -9,7 +9,7 @@ import torch
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
-    KernelPlan,
+    Choice,
     RowsProblem,
     above,
     at_least,
@@ -71,7 +71,7 @@ class Float32ProductPlan:
         added_first: number of consecutive partial sums that `summed` adds first.
     """
 
-    product: KernelPlan
+    product: Choice
     presplit: bool
     inner: int
     groups: int
@@ -104,7 +104,7 @@ PRODUCTS = one_kernel(
 @planner("common.float32_product")
 def plan(problem: Float32ProductProblem, gpu: GPU) -> Float32ProductPlan:
     """One launch, or two; partial sums are in an order that does not depend on the number of rows."""
-    product = PRODUCTS.take(problem, gpu)
+    product = PRODUCTS.choose(problem, gpu)
     one_term, grouped = problem.weight_dtype == torch.bfloat16, problem.grouped
     splits = cdiv(problem.channels, problem.split)
     inner = cdiv(splits, GROUPS)

@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, lru_cache
 from types import ModuleType
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from deepseek_attn.kernels.common.context import holding
 from deepseek_attn.kernels.common.device import GPU
@@ -134,41 +134,20 @@ class LaunchBlock(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The row that was taken for a problem.
+    """The row that was taken for a problem on a GPU: the plan of one launch.
 
     Attributes:
         kernel, source: of the row; config: of the row, for this problem.
         when: name of the row's condition.
+        native_fp8, pdl: as in `GPU`; ``early=False`` in the configuration turns early launch off.
     """
 
     kernel: str
     config: Any
     when: str
     source: str
-
-
-@dataclass(frozen=True)
-class KernelPlan:
-    """The plan of one launch, which takes a row of a table; ``native_fp8`` and ``pdl`` as in `GPU`."""
-
-    choice: Choice
-    native_fp8: bool
-    pdl: bool
-
-    @classmethod
-    def of(cls, choice: Choice, gpu: GPU) -> Self:
-        """The plan that launches this choice on a GPU; ``early=False`` in its configuration turns early launch off."""
-        return cls(choice, gpu.native_fp8, gpu.pdl and getattr(choice.config, "early", True))
-
-    @property
-    def kernel(self) -> str:
-        """The kernel of the choice."""
-        return self.choice.kernel
-
-    @property
-    def config(self) -> Any:
-        """The configuration of the choice."""
-        return self.choice.config
+    native_fp8: bool = False
+    pdl: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -241,13 +220,9 @@ class Table(Generic[P]):
         return choice
 
     @cached_property
-    def plan(self) -> Callable[[P, GPU], KernelPlan]:
+    def plan(self) -> Callable[[P, GPU], Choice]:
         """The `Planner` of an op that takes one row of this table, which gives the op its name."""
-        return Planner(self.name, self.take)
-
-    def take(self, problem: P, gpu: GPU) -> KernelPlan:
-        """The plan of one launch, of the row that `choose` chooses."""
-        return KernelPlan.of(self.choose(problem, gpu), gpu)
+        return Planner(self.name, self.choose)
 
     def supports(self, row: Row[P], problem: P, gpu: GPU) -> bool:
         """Whether the kernel of a row can compute a problem."""
@@ -266,7 +241,8 @@ class Table(Generic[P]):
     def chosen(self, row: Row[P], problem: P, gpu: GPU) -> Choice:
         """The `Choice` of a row for a problem."""
         config = row.config(problem, gpu) if callable(row.config) else row.config
-        return Choice(row.kernel, config, row.when.name, row.source)
+        pdl = gpu.pdl and getattr(config, "early", True)
+        return Choice(row.kernel, config, row.when.name, row.source, gpu.native_fp8, pdl)
 
 
 def one_kernel(name: str, kernel: str, *rows: tuple[Any, ...]) -> Table[Any]:

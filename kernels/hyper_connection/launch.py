@@ -9,7 +9,7 @@ from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, next_power_of_2, pdl_options
+from deepseek_attn.kernels.common.plans import Choice, cdiv, next_power_of_2, pdl_options
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     CollapseArguments,
     CollapseConfig,
@@ -104,7 +104,7 @@ def launch(
 
 
 def collapse(
-    plan: KernelPlan, streams: Tensor, sums: Tensor, hc: HyperConnection, pre: Tensor | None, next_pre: Tensor | None
+    plan: Choice, streams: Tensor, sums: Tensor, hc: HyperConnection, pre: Tensor | None, next_pre: Tensor | None
 ) -> SublayerInput:
     """Collapses streams by the product ``sums [splits, T, len(hc.fn) + 1]``; see `launch`.
 
@@ -121,14 +121,14 @@ def collapse(
     return SublayerInput(streams, x, post, comb)
 
 
-def _launch_post(plan: KernelPlan, update: StreamUpdate) -> StreamUpdate:
+def _launch_post(plan: Choice, update: StreamUpdate) -> StreamUpdate:
     (T, m, D), block = update.streams.shape, plan.config.size
     if T:
         hc_post_kernel[(T, cdiv(D, block))](update, D=D, M=m, BLOCK=block, **plan.options)
     return update
 
 
-def _launch_mix(plan: KernelPlan, update: StreamUpdate, fn: Tensor) -> Tensor:
+def _launch_mix(plan: Choice, update: StreamUpdate, fn: Tensor) -> Tensor:
     """Updates the streams if there is an update; partial sums ``[splits, T, len(fn) + 1]`` of their product."""
     (T, m, D), rows, tiles = update.streams.shape, len(fn), plan.config
     splits = cdiv(D, tiles.channels)
@@ -145,7 +145,7 @@ def _launch_mix(plan: KernelPlan, update: StreamUpdate, fn: Tensor) -> Tensor:
     return sums
 
 
-def _launch_collapse(plan: KernelPlan, args: CollapseArguments, iterations: int) -> None:
+def _launch_collapse(plan: Choice, args: CollapseArguments, iterations: int) -> None:
     (T, m, D), tokens = args.streams.shape, plan.config.size
     if T == 0:
         return

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
-    KernelPlan,
+    Choice,
     LaunchBlock,
     Row,
     Table,
@@ -56,9 +56,9 @@ class StreamsPlan:
         collapse: of the streams to a sublayer's input, with post and comb beside it.
     """
 
-    update: KernelPlan | None
-    product: KernelPlan
-    collapse: KernelPlan
+    update: Choice | None
+    product: Choice
+    collapse: Choice
 
 
 @condition
@@ -108,7 +108,7 @@ COLLAPSES = one_kernel("hyper_connection.collapse", "hc_collapse_kernel", (ANY, 
 @planner("hyper_connection.streams")
 def plan(problem: StreamsProblem, gpu: GPU) -> StreamsPlan:
     """Launches between two sublayers: two for very few tokens, else three, or four where ``fn`` is split before."""
-    update, product = None, PRODUCTS.take(problem, gpu)
+    update, product = None, PRODUCTS.choose(problem, gpu)
     if problem.update:
-        update = (UPDATES if product.kernel == "hc_mix_kernel" else POSTS).take(problem, gpu)
-    return StreamsPlan(update, product, COLLAPSES.take(problem, gpu))
+        update = (UPDATES if product.kernel == "hc_mix_kernel" else POSTS).choose(problem, gpu)
+    return StreamsPlan(update, product, COLLAPSES.choose(problem, gpu))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
-    KernelPlan,
+    Choice,
     Row,
     Table,
     cdiv,
@@ -124,8 +124,8 @@ class InsertPlan:
         division: of the windows among programs.
     """
 
-    keys: KernelPlan | None
-    windows: KernelPlan | None
+    keys: Choice | None
+    windows: Choice | None
     division: WindowDivision | None
 
 
@@ -184,10 +184,10 @@ def plan_insert(problem: InsertProblem, gpu: GPU) -> InsertPlan:
     """One launch for everything where no token overwrites the ring row of a token that it pools; else two."""
     windows = division = None
     if problem.dims:
-        windows = WINDOWS.take(problem, gpu)
+        windows = WINDOWS.choose(problem, gpu)
         division = divide_windows(problem, windows.config)
     together = windows is not None and windows.kernel == "insert_tokens_kernel"
-    keys = KEYS.take(problem, gpu) if problem.keys and not together else None
+    keys = KEYS.choose(problem, gpu) if problem.keys and not together else None
     return InsertPlan(keys, windows, division)
 
 

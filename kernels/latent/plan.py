@@ -12,7 +12,6 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     NOT_MEASURED,
     Choice,
-    KernelPlan,
     LaunchBlock,
     Row,
     Table,
@@ -97,7 +96,7 @@ class LatentPlan:
         row_tiles: cuBLAS multiplies tiles of one shape, so that results do not depend on the number of tokens.
     """
 
-    product: KernelPlan
+    product: Choice
     tokens: int
     dequantize: Choice | None
     rotation: Choice | None
@@ -171,16 +170,16 @@ DEQUANTIZATION = Choice("latent_dequantize_kernel", LaunchBlock(WEIGHT_BLOCK, 8)
 @planner("latent.absorb_queries")
 def plan_absorb(problem: LatentProblem, gpu: GPU) -> LatentPlan:
     """One launch for few tokens; for many, cuBLAS and a launch that rotates."""
-    return _plan(ABSORB.take(problem, gpu), ROTATION, problem, gpu)
+    return _plan(ABSORB.choose(problem, gpu), ROTATION, problem, gpu)
 
 
 @planner("latent.project_values")
 def plan_values(problem: LatentProblem, gpu: GPU) -> LatentPlan:
     """One launch for few tokens, which may also quantise; cuBLAS for many."""
-    return _plan(VALUES.take(problem, gpu), None, problem, gpu)
+    return _plan(VALUES.choose(problem, gpu), None, problem, gpu)
 
 
-def _plan(product: KernelPlan, rotation: Choice | None, problem: LatentProblem, gpu: GPU) -> LatentPlan:
+def _plan(product: Choice, rotation: Choice | None, problem: LatentProblem, gpu: GPU) -> LatentPlan:
     if product.kernel != "cuBLAS":
         return LatentPlan(product, problem.token_tile, None, None, quantize(problem, gpu), False)
     dequantize = DEQUANTIZATION if problem.fp8_weight else None

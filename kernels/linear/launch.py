@@ -15,7 +15,7 @@ from deepseek_attn.kernels.common.counters import counters_of
 from deepseek_attn.kernels.common.device import GPU, fp8_view
 from deepseek_attn.kernels.common.device import gpu as gpu_of
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import Choice, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import ROW_MULTIPLE, InputFormat, QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -306,9 +306,7 @@ def quantize_rows(x: Tensor, pow2_scales: bool, groups: int | None = None, rope:
     return _quantized_rows(QUANTIZERS.plan(problem, gpu_of(x.device)), x, pow2_scales, groups, rope)
 
 
-def _quantized_rows(
-    plan: KernelPlan, x: Tensor, pow2_scales: bool, groups: int | None, rope: Rope | None
-) -> QuantizedRows:
+def _quantized_rows(plan: Choice, x: Tensor, pow2_scales: bool, groups: int | None, rope: Rope | None) -> QuantizedRows:
     rows, channels = x.shape
     quantized = empty_quantized_rows(rows, channels, x.device, pow2_scales, groups)
     _launch_quantize(plan, x, quantized.values, quantized.scale.t(), pow2_scales, rope)
@@ -316,7 +314,7 @@ def _quantized_rows(
 
 
 def _launch_quantize(
-    plan: KernelPlan, x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: bool, rope: Rope | None
+    plan: Choice, x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: bool, rope: Rope | None
 ) -> None:
     """Writes ``x [M, channels]`` to ``out [M, channels]`` or ``[groups, M, channels / groups]``.
 
@@ -328,7 +326,7 @@ def _launch_quantize(
     if x.stride(0) % 2 or x.data_ptr() % (2 * x.itemsize):
         x = x.clone(memory_format=torch.contiguous_format)  # pairs of channels are read as one word
     positions, cos_sin, head_dim = rope or (None, None, 1)
-    config = plan.choice.config
+    config = plan.config
     out_strides = out.stride(-2), out.stride(0) if out.dim() == 3 else 0, 0 if scale is None else scale.stride(0)
     quantize_input_kernel[(cdiv(M, config.rows), cdiv(channels, config.channels))](
         QuantizeInputs(

@@ -19,7 +19,6 @@ from deepseek_attn.kernels.common.counters import COUNTERS
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
-    KernelPlan,
     Row,
     Table,
     at_least,
@@ -376,7 +375,7 @@ def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
     if quantizes or problem.rotated:
         channels = problem.groups * problem.channels
         rows = QuantizeProblem(problem.tokens, channels, problem.batch_invariant, problem.rotated)
-        input_plan = KernelPlan.of(QUANTIZERS.choose(rows, gpu), gpu)
+        input_plan = QUANTIZERS.choose(rows, gpu)
     problem = replace(problem, rotated=False, quantized=problem.quantized or quantizes)
     products, left = [], []
     for run in adjacent_runs(problem):

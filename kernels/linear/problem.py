@@ -9,7 +9,7 @@ import torch
 
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import MANY_ROWS
-from deepseek_attn.kernels.common.plans import Choice, KernelPlan, RowsProblem, cdiv
+from deepseek_attn.kernels.common.plans import Choice, RowsProblem, cdiv
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
 
@@ -248,7 +248,7 @@ class LinearPlan:
         gpu: target of the plan.
     """
 
-    input: KernelPlan | None
+    input: Choice | None
     quantizes: bool
     products: tuple[ProductPlan, ...]
     gpu: GPU

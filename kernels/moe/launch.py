@@ -13,15 +13,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import fp8_view, gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
-from deepseek_attn.kernels.common.plans import (
-    Choice,
-    LaunchBlock,
-    RowsProblem,
-    cdiv,
-    launch_options,
-    next_power_of_2,
-    pdl_options,
-)
+from deepseek_attn.kernels.common.plans import Choice, RowsProblem, cdiv, launch_options, next_power_of_2, pdl_options
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED
@@ -145,7 +137,7 @@ def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
     if arguments.add_ready is not None:
         arguments.add_ready.wait()
     (T, D), topk = out.shape, arguments.experts.shape[1]
-    block, warps = plan.combine.config
+    block = plan.combine.config.size
     add_stride = 0 if add is None else add.stride(0)
     moe_combine_kernel[(T, cdiv(D, block))](
         CombinedPairs(pair_outputs, arguments.experts, arguments.weights, add, out, add_stride),
@@ -154,7 +146,7 @@ def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
         TOPK_PADDED=next_power_of_2(topk),
         WEIGH=arguments.weigh_output,
         BLOCK=block,
-        **pdl_options(warps, plan.pdl),
+        **plan.combine.options,
     )
 
 
@@ -163,8 +155,7 @@ def launch_grouped(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
     x, pairs = arguments.x, arguments.experts.numel()
     routing = PairRouting(arguments.experts, arguments.weights, None, None, arguments.rows)
     if plan.grouping.kernel == "place_pairs_kernel":
-        tile, block = plan.product.config.pairs, plan.grouping.config
-        routing = group_pairs(routing, arguments.num_experts, tile, block, plan.pdl)
+        routing = group_pairs(routing, arguments.num_experts, plan.product.config.pairs, plan.grouping)
     hidden, outputs = x.new_empty(pairs, arguments.w1.weight.shape[1]), x.new_empty(pairs, x.shape[1])
     inputs = _product_input(plan.inputs, plan, x, arguments.input_format)
     arguments.wait_for("gates_ready")
@@ -175,7 +166,7 @@ def launch_grouped(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
     return outputs
 
 
-def group_pairs(routing: PairRouting, count: int, tile: int, block: LaunchBlock, pdl: bool) -> PairRouting:
+def group_pairs(routing: PairRouting, count: int, tile: int, choice: Choice) -> PairRouting:
     """``routing`` with its pairs grouped by expert, of ``count`` experts; allocates tiles for any routing."""
     experts = routing.experts
     pairs, device = experts.numel(), experts.device
@@ -184,7 +175,7 @@ def group_pairs(routing: PairRouting, count: int, tile: int, block: LaunchBlock,
     counts, sorted_pairs, tile_row = (
         torch.empty(length, dtype=torch.int32, device=device) for length in (count, tiles * tile, tiles)
     )
-    options = {"BLOCK": block.size} | pdl_options(block.warps, pdl)
+    options = {"BLOCK": choice.config.size} | choice.options
     count_pairs_kernel[(count,)](experts, counts, pairs, **options)
     place_pairs_kernel[(count,)](
         experts, counts, sorted_pairs, tile_row, routing.slots, pairs, tiles, E=count, E_PADDED=next_power_of_2(count),
@@ -197,11 +188,10 @@ def _product_input(choice: Choice | None, plan: ExpertsPlan, x: Tensor, input_fo
     """Rows ``[R, K]`` in the form that the product reads; converted if there is a ``choice``."""
     if choice is None:
         return ProductInput(x, None, x.stride(0))
-    (R, K), group, factors = x.shape, input_format.group, plan.factors
+    (R, K), block, group, factors = x.shape, choice.config.size, input_format.group, plan.factors
     values, scale = torch.empty(R, K, dtype=factors.dtype, device=x.device), None
     if factors.scaled:
         scale = torch.empty(R, cdiv(K, group), dtype=torch.float32, device=x.device)
-    block, warps = choice.config
     prepare_inputs_kernel[(R, cdiv(K, block))](
         *(x, values, scale, x.stride(0)),
         K=K,
@@ -210,7 +200,7 @@ def _product_input(choice: Choice | None, plan: ExpertsPlan, x: Tensor, input_fo
         POW2=input_format.pow2_scales,
         EVENS_FIRST=factors.weights == "fp4",
         FP8_GROUP=group,
-        **pdl_options(warps, plan.pdl),
+        **choice.options,
     )
     return ProductInput(values, scale, K)
 
@@ -242,7 +232,7 @@ def _product(
             CLAMP=arguments.limit > 0,
             WEIGH=gated and not arguments.weigh_output,
             FP8_GROUP=group,
-            NATIVE_FP8=plan.native_fp8,
+            NATIVE_FP8=plan.product.native_fp8,
             DTYPE=TRITON_DTYPES.get(factors.dtype, tl.float8e4nv),
             PRECISION="tf32x3" if factors.dtype == torch.float32 else None,
             SLOTS=0 if grouped else next_power_of_2(pairs),
@@ -250,10 +240,10 @@ def _product(
             BLOCK_N=tiles.rows,
             BLOCK_K=min(tiles.channels, group) if factors.weights == "fp8" else tiles.channels,
             STAGES=tiles.stages,
-            PDL=plan.pdl,
+            PDL=plan.product.pdl,
         ),
         num_stages=tiles.stages,
-        **launch_options(tiles.warps, plan.pdl),
+        **launch_options(tiles.warps, plan.product.pdl),
     )
 
 

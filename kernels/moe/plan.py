@@ -254,7 +254,7 @@ def plan_experts(problem: ExpertsProblem, gpu: GPU) -> ExpertsPlan:
     both = (True, decode or problem.in_rows), (False, problem.in_rows)
     hopper = tuple(hopper_product(problem, product.config, *each, gpu) for each in both if product.kernel == HOPPER)
     combine = COMBINES.choose(ValuesProblem(problem.tokens * problem.hidden), gpu)
-    return ExpertsPlan(grouping, inputs, product, hidden, combine, factors, hopper, gpu.native_fp8, gpu.pdl)
+    return ExpertsPlan(grouping, inputs, product, hidden, combine, factors, hopper)
 
 
 # block: channels of a split-K partial of the scores, which `float32_product` computes; a warp selects for one token

@@ -223,7 +223,6 @@ class ExpertsPlan:
         combine: sums the outputs of each token's experts.
         factors: formats of the products' factors.
         hopper: both launches of `experts_hopper_kernel`; empty for other kernels.
-        native_fp8, pdl: features of the GPU.
     """
 
     grouping: Choice
@@ -233,8 +232,6 @@ class ExpertsPlan:
     combine: Choice
     factors: ExpertFactors
     hopper: tuple[HopperProduct, ...]
-    native_fp8: bool
-    pdl: bool
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 
-from deepseek_attn.kernels.common.plans import Choice, KernelPlan, LaunchBlock, launch_options, pdl_options
+from deepseek_attn.kernels.common.plans import Choice, LaunchBlock, launch_options, pdl_options
 from tests.house.test_imports import MODULES, nodes_of
 
 OPTIONS = re.compile(r"\b(launch_options|pdl_options|options)\b")
@@ -34,7 +34,7 @@ def test_options_state_fusion():
     """A rounding more between a product and a sum would change results, and cost instructions."""
     assert launch_options() == {"enable_fp_fusion": True, "num_warps": 4, "launch_pdl": False}
     assert pdl_options(8, True) == {"enable_fp_fusion": True, "num_warps": 8, "launch_pdl": True, "PDL": True}
-    plan = KernelPlan(Choice("a_kernel", LaunchBlock(64, 2), "any", ""), native_fp8=True, pdl=True)
+    plan = Choice("a_kernel", LaunchBlock(64, 2), "any", "", native_fp8=True, pdl=True)
     assert plan.options == pdl_options(2, True)
 
 

@@ -146,7 +146,7 @@ def plan(problem: int, gpu: GPU) -> list:
 
 def test_the_first_row_that_applies_is_taken():
     assert [NUMBERS.choose(n, HERE).kernel for n in (3, 4, 5)] == ["small_kernel", "halves_kernel", "any_kernel"]
-    assert NUMBERS.choose(8, HERE) == ("halves_kernel", 4, "even", "data.json: halves")
+    assert NUMBERS.choose(8, HERE)[:4] == ("halves_kernel", 4, "even", "data.json: halves")
     with pytest.raises(ValueError, match="no kernel supports 5"):
         Table("test.none", {"halves_kernel": even}, [HALVES]).choose(5, HERE)
     assert (small & ~even | even).name == "(small & ~even | even)"

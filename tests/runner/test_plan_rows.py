@@ -118,7 +118,7 @@ def test_every_row_is_taken(table, problems):
     for problem in dict.fromkeys(map(first_sizes, problems[table.name])):
         for other, gpu in product(at_other_sizes(problem), GPUS):
             choice = table.choose(other, gpu)
-            assert isinstance(getattr(choice.config, "early", True), bool)  # `KernelPlan.of` reads it
+            assert isinstance(getattr(choice.config, "early", True), bool)  # `Table.chosen` reads it
             taken.add((choice.when, choice.kernel))
             if taken == rows:
                 return

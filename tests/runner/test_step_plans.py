@@ -22,7 +22,7 @@ from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.config.trailing import trailing_parts
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import Choice, KernelPlan
+from deepseek_attn.kernels.common.plans import Choice
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.graph_steps import StepSize
@@ -135,7 +135,6 @@ def test_fields_are_written_briefly():
         brief({"tiles": Nested(4, True), "few": False, "splits": 3, "none": None}) == "tiles=(rows=4 swizzle) splits=3"
     )
     assert brief(None) == ""
-    assert derived_fields(KernelPlan(choice, native_fp8=True, pdl=True)) == {}
     assert derived_fields(SplitPlan((choice,), 3, pdl=True)) == {"splits": 3}
     assert derived_fields(choice) == {}
 

@@ -8,7 +8,7 @@ import torch
 
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.device import gpu as gpu_of
-from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, Row, forced_row
+from deepseek_attn.kernels.common.plans import ANY, Choice, LaunchBlock, Row, forced_row
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.moe import ExpertStack, plan, reference
 from deepseek_attn.kernels.moe.problem import ExpertFactors, ExpertsProblem, HopperExpertTiles
@@ -163,7 +163,7 @@ def run(case, op=moe.moe_experts, limit=4.0, input_format=InputFormat(True), **o
 def test_pairs_are_grouped_by_expert(gpu, pairs, experts, tile):
     for chosen in (torch.randint(experts, (pairs, 1)), torch.full((pairs, 1), experts - 1)):
         routing = moe_kernels.PairRouting(chosen, None, None, None, None)
-        routing = moe.group_pairs(routing, experts, tile, LaunchBlock(256, 1), False)
+        routing = moe.group_pairs(routing, experts, tile, Choice("place_pairs_kernel", LaunchBlock(256, 1), "any", ""))
         found, owners = routing.sorted.view(-1, tile), routing.tile_row
         used = int((owners >= 0).sum())
         assert owners[:used].ge(0).all()
