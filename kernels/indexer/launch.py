@@ -147,31 +147,30 @@ def index_select(
     out: Tensor | None = None, out_slots: Tensor | None = None, candidates: CandidateBlocks | None = None,
 ) -> Tensor:  # fmt: skip
     """`kernels.indexer.index_select` in Triton."""
+    width = checked_width(queries, keys, num_visible, width)
     T, device = len(queries.q), queries.q.device
-    if candidates is not None and not candidates.fill:
-        width = candidates.kept.shape[1] * candidates.size
-    elif width is None:
-        width = keys.block_table.shape[1] * keys.entries
     out = torch.empty(T, k, dtype=torch.int32, device=device) if out is None else out
     check("out", out, (T, k), torch.int32, rows=True)
     check("out_slots", out_slots, (T, k), torch.int32, rows=True)
+    if candidates is not None:
+        check("candidate blocks", candidates.kept, (T, "n"), torch.int32, rows=True)
+        width = width if candidates.fill else candidates.kept.shape[1] * candidates.size
     block = rows_per_block(4 * width, SCORE_BYTES)
     buffer = torch.empty(min(T, block), width, dtype=torch.float32, device=device)
     for start, end in row_blocks(T, block):
-        rows = slice(start, end)
-        block_keys = keys._replace(token_to_req=keys.token_to_req[rows])
-        visible, scores = num_visible[rows], buffer[: end - start]
-        slots = None if out_slots is None else out_slots[rows]
+        rows, scores = slice(start, end), buffer[: end - start]
+        chosen, slots = out[rows], None if out_slots is None else out_slots[rows]
+        visible, row_keys = num_visible[rows], keys._replace(token_to_req=keys.token_to_req[rows])
         blocks = None if candidates is None else candidates._replace(kept=candidates.kept[rows])
-        if blocks is not None and not blocks.fill:
-            candidate_scores(queries.of(rows), block_keys, visible, blocks, k, scores)
-            launch_topk(scores, visible, out[rows])
-            launch_candidate_entries(out[rows], slots, visible, block_keys, blocks)
-            continue
-        paged_index_scores(queries.of(rows), block_keys, visible, width, k, scores)
-        launch_topk(scores, visible, out[rows], block_keys, slots)
-        if blocks is not None:
-            keep_blocks(scores, visible, k, blocks)
+        if blocks is None or blocks.fill:
+            launch_scores(queries.of(rows), row_keys, visible, k, scores)
+            launch_topk(scores, visible, chosen, row_keys, slots)
+            if blocks is not None:
+                keep_blocks(scores, visible, k, blocks)
+        else:
+            launch_scores(queries.of(rows), row_keys, visible, k, scores, blocks)
+            launch_topk(scores, visible, chosen)
+            launch_candidate_entries(chosen, slots, visible, row_keys, blocks)
     return out
 
 
@@ -180,44 +179,26 @@ def paged_index_scores(
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`kernels.indexer.paged_index_scores` in Triton."""
-    check_scores(queries, keys, num_visible)
-    T, entries = len(queries.q), keys.block_table.shape[1] * keys.entries
-    width = entries if width is None else width
-    if not 0 <= width <= entries:
-        raise ValueError(f"width must be in 0 .. {entries}, the entries of a block table, got {width}")
+    T, width = len(queries.q), checked_width(queries, keys, num_visible, width)
     out = torch.empty(T, width, dtype=torch.float32, device=queries.q.device) if out is None else out
     check("out", out, (T, width), torch.float32, rows=True)
-    return _launch_scores(queries, keys, num_visible, skip, out)
+    launch_scores(queries, keys, num_visible, skip, out)
+    return out
 
 
-def candidate_scores(
-    queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, candidates: CandidateBlocks, skip: int,
-    out: Tensor,
-) -> Tensor:  # fmt: skip
-    """Scores of the entries of each query's blocks, in the order of ``candidates.kept``, which ascends before its -1s.
-
-    The first ``num_visible[t]`` columns of a row are written, -inf for invisible entries. ``num_visible[t]`` is at
-    least the query's number of candidates, so `topk_indices` takes it as the length of the row.
-
-    Args:
-        skip: rows with at most this many visible entries get no scores.
-        out: float32 ``[T, n * size]``.
-    """
-    check_scores(queries, keys, num_visible)
-    T, kept = len(queries.q), candidates.kept
-    check("candidate blocks", kept, (T, "n"), torch.int32, rows=True)
-    check("scores of candidates", out, (T, kept.shape[1] * candidates.size), torch.float32, rows=True)
-    return _launch_scores(queries, keys, num_visible, skip, out, candidates)
-
-
-def _launch_scores(
+def launch_scores(
     queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, skip: int, out: Tensor,
     candidates: CandidateBlocks | None = None,
-) -> Tensor:  # fmt: skip
-    """Scores of checked arguments into ``out``: of the first entries of a request, or of candidate blocks."""
+) -> None:  # fmt: skip
+    """Writes the scores of a request's first entries, or of each query's candidates, to float32 ``out [T, W]``.
+
+    Rows with at most ``skip`` visible entries get no scores. The columns of candidates, ``n * size``, are in the order
+    of ``candidates.kept``, which ascends before its -1s. The first ``num_visible[t]`` of them are written, -inf for
+    invisible entries; they include all candidates of the query, so `launch_topk` takes this as the length of the row.
+    """
     q, pool, table, (T, H, dim), width = queries.q, keys.pool, keys.block_table, queries.q.shape, out.shape[1]
     if not out.numel() or not table.numel():
-        return out
+        return
     key_format, rounded = _KEY_FORMATS[keys.record.name], queries.score_dtype != torch.float32
     exact = key_format == "plain" and (q.dtype != keys.record.dtype or q.dtype == torch.float32)
     aligned = all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0 for rows in (q, pool))
@@ -262,7 +243,6 @@ def _launch_scores(
             kept, size = candidates.kept, candidates.size
             blocks = rows, kept, kept.stride(0), *lists, width, skip, table.stride(0)
             candidate_scores_kernel[grid](*blocks, SIZE=size, **options)
-    return out
 
 
 def launch_candidate_entries(
@@ -287,9 +267,8 @@ def launch_candidate_entries(
 
 
 def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: CandidateBlocks) -> None:
-    """Fills ``candidates.kept`` from ``scores [T, W]``, which `paged_index_scores` made with this ``skip``."""
+    """Fills ``candidates.kept`` from ``scores [T, W]``, which `launch_scores` made with this ``skip``."""
     (T, width), size, kept = scores.shape, candidates.size, candidates.kept
-    check("candidate blocks", kept, (T, "n"), torch.int32, rows=True)
     if kept.numel() == 0:
         return
     count = cdiv(width, size)
@@ -351,20 +330,24 @@ def launch_topk(
     return out
 
 
-def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor) -> None:
-    """Raises ValueError for arguments that the kernels of scores do not take."""
-    q, weights = queries.q, queries.weights
-    record, pool, page_entries, block_table, token_to_req = keys
-    key_format = _KEY_FORMATS.get(record.name)
-    if key_format is None:
+def checked_width(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, width: int | None) -> int:
+    """Columns of scores, by default all entries of a block table.
+
+    Raises:
+        ValueError: arguments that the kernels of scores do not take.
+    """
+    q, (record, pool, page_entries, block_table, token_to_req) = queries.q, keys
+    if record.name not in _KEY_FORMATS:
         raise ValueError(f"index keys are records {', '.join(_KEY_FORMATS)}, got {record.name}")
-    dtypes = FLOATS if key_format == "plain" else (torch.float8_e4m3fn,)
+    dtypes = FLOATS if record.name == "plain" else (torch.float8_e4m3fn,)
     check(f"q for {record.name} keys", q, ("T", "H", record.dim), dtypes, contiguous=True)
-    if key_format == "fp4" and record.dim != 128:
-        raise ValueError(f"index_fp4 keys are scored for 128 channels, got {record.dim}: use reference.index_scores")
-    T, H, _ = q.shape
-    check("weights", weights, (T, H), torch.float32, contiguous=True)
+    check("weights", queries.weights, q.shape[:2], torch.float32, contiguous=True)
     record.check_pool(pool, page_entries, 4)
     check("block_table", block_table, ("B", "P"), rows=True)
-    check("token_to_req", token_to_req, (T,))
-    check("num_visible", num_visible, (T,))
+    check("token_to_req", token_to_req, q.shape[:1])
+    check("num_visible", num_visible, q.shape[:1])
+    entries = block_table.shape[1] * page_entries
+    width = entries if width is None else width
+    if not 0 <= width <= entries:
+        raise ValueError(f"width must be in 0 .. {entries}, the entries of a block table, got {width}")
+    return width

@@ -95,7 +95,7 @@ def test_columns_without_an_entry(device):
     page = batch.table[0, 1:2].long()
     batch.record.insert(batch.pool, 32, page * 32 + 9, torch.full((1, 128), NAN, device=device))  # entry 41 of block 5
     got = torch.full((3, 32), NAN, device=device)
-    launch.candidate_scores(*batch.args(), CandidateBlocks(8, kept, fill=False), 0, got)
+    launch.launch_scores(*batch.args(), 0, got, CandidateBlocks(8, kept, fill=False))
     scored = reference.paged_index_scores(*batch.args()).cpu()
     for row, blocks in enumerate(kept.tolist()):
         n = int(batch.visible[row])
@@ -119,7 +119,7 @@ def test_equal_to_scores_of_all_entries(real_gpu, fmt, H):
     kept = kept_by_reference(batch, 512, 8, 128)
     blocks = CandidateBlocks(8, kept, fill=False)
     found = torch.full((len(batch.q), 1024), NAN, device=real_gpu)
-    launch.candidate_scores(*batch.args(), blocks, 0, found)
+    launch.launch_scores(*batch.args(), 0, found, blocks)
     whole = launch.paged_index_scores(*batch.args())
     for row, n in enumerate(batch.visible.tolist()):
         entry = (kept[row].long()[:, None] * 8 + torch.arange(8, device=real_gpu)).flatten()[: min(n, 1024)]
@@ -131,11 +131,11 @@ def test_equal_to_scores_of_all_entries(real_gpu, fmt, H):
         config = ScoresConfig(1, 128 if fmt != "plain" else 64, 4, splits)
         again = torch.full_like(found, NAN)
         with forced_row(CANDIDATE_SCORES, Row(ANY, "candidate_scores_kernel", config)):
-            launch.candidate_scores(*batch.args(), blocks, 0, again)
+            launch.launch_scores(*batch.args(), 0, again, blocks)
         torch.testing.assert_close(again, found, rtol=1e-5, atol=1e-6, equal_nan=True)
     for _ in range(50):
         again = torch.full_like(found, NAN)
-        launch.candidate_scores(*batch.args(), blocks, 0, again)
+        launch.launch_scores(*batch.args(), 0, again, blocks)
         assert torch.equal(again.nan_to_num(), found.nan_to_num())
 
 
@@ -192,8 +192,9 @@ def call(fmt, T):
 @pytest.mark.parametrize(("arch", "variant"), on_gpus(VARIANTS, [("fp8", 1)]), ids=str)
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
 def test_compiles(monkeypatch, arch, variant):
-    for op in ("paged_index_scores", "launch_topk"):
-        monkeypatch.setattr(launch, op, lambda *_: None)  # they have compile tests of their own
+    scores = launch.launch_scores  # without candidates, and top-k: they have compile tests of their own
+    monkeypatch.setattr(launch, "launch_scores", lambda *args: scores(*args) if len(args) == 6 else None)
+    monkeypatch.setattr(launch, "launch_topk", lambda *_: None)
     found = compiled_ops(arch, lambda: call(*variant))
     assert set(found) == {"candidate_scores_kernel", "block_scores_kernel", "candidate_entries_kernel"}
     fmt, _T = variant
@@ -204,12 +205,7 @@ def test_compiles(monkeypatch, arch, variant):
 
 def test_bad_arguments_are_named():
     queries, keys, visible, kept = meta_batch("fp8", 3)
-    out = torch.empty(3, 2048 * 8, device="meta")
-    for words, wrong, result in (
-        (r"candidate blocks must be int32 \[3, n\]", kept[:2], out),
-        (r"candidate blocks must be int32 \[3, n\]", kept.long(), out),
-        (r"candidate blocks must be int32 \[3, n\]", kept.t().contiguous().t(), out),
-        (r"scores of candidates must be float32 \[3, 16384\]", kept, out[:, 8:]),
-    ):
-        with pytest.raises(ValueError, match=words):
-            launch.candidate_scores(queries, keys, visible, CandidateBlocks(8, wrong, False), 4, result)
+    for fill in (True, False):
+        for wrong in (kept[:2], kept.long(), kept.t().contiguous().t()):
+            with pytest.raises(ValueError, match=r"candidate blocks must be int32 \[3, n\]"):
+                launch.index_select(queries, keys, visible, 4, candidates=CandidateBlocks(8, wrong, fill))
