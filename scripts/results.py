@@ -743,7 +743,12 @@ def checks(data: Data) -> Subject:
         "h200_checkouts.json",
         "h200_checkouts_plans.json",
     )
-    tables = ("h100_tune_v4_flash.json", "h100_tune_v32.json", "h200_tune_v41_flash.json")
+    tables = (
+        "h100_tune_v4_flash.json",
+        "h100_tune_v4_pro.json",
+        "h100_tune_v32.json",
+        "h200_tune_v41_flash.json",
+    )
     fastest = []
     for tune in map(data, tables):
         over = [
