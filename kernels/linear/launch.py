@@ -1,4 +1,9 @@
-"""Launches of linear layers: products in Triton, on Hopper in Gluon, and by cuBLAS; `linear` checks arguments."""
+"""Linear layers on a GPU, from compute capability 8.0 on: products in Triton, on Hopper in Gluon, and by cuBLAS.
+
+With few tokens a launch reads the weights at memory speed and quantises its input itself. With more, the input is
+quantised once for all; with many, large products are left to cuBLAS. A grouped projection is a product whose weight
+has diagonal blocks and whose input is rotated back first.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +16,15 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from deepseek_attn.kernels.common.checks import INTS, check, check_quantized, contiguous_rows
 from deepseek_attn.kernels.common.counters import counters_of
-from deepseek_attn.kernels.common.device import GPU, fp8_view
-from deepseek_attn.kernels.common.device import gpu as gpu_of
+from deepseek_attn.kernels.common.device import FLOATS, GPU, fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import Choice, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import ROW_MULTIPLE, InputFormat, QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
-from deepseek_attn.kernels.linear.formats import Segment
+from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment
 from deepseek_attn.kernels.linear.linear_decode_hopper import DecodeInput, DecodeTiling, linear_decode_hopper_kernel
 from deepseek_attn.kernels.linear.linear_hopper import linear_hopper_kernel
 from deepseek_attn.kernels.linear.linear_hopper_products import HopperMemory, LinearHopperTiling
@@ -30,8 +35,15 @@ from deepseek_attn.kernels.linear.linear_triton import (
     WeightFormat,
     multi_linear_kernel,
 )
-from deepseek_attn.kernels.linear.plan import HOPPER_FP8_WEIGHTS, HOPPER_PLAIN_WEIGHTS, PLAIN_CHANNELS, QUANTIZERS
-from deepseek_attn.kernels.linear.problem import LinearPlan, ProductPlan, QuantizeProblem
+from deepseek_attn.kernels.linear.plan import (
+    HOPPER_FP8_WEIGHTS,
+    HOPPER_PLAIN_WEIGHTS,
+    PLAIN_CHANNELS,
+    QUANTIZERS,
+    plan,
+    quantizes_before,
+)
+from deepseek_attn.kernels.linear.problem import LinearPlan, LinearProblem, LinearWeight, ProductPlan, QuantizeProblem
 from deepseek_attn.kernels.linear.quantize_triton import QuantizeConstants, QuantizeInputs, quantize_input_kernel
 
 _BYTES = gl.NVMMASharedLayout(128, 8, 2)
@@ -48,49 +60,153 @@ class Rope(NamedTuple):
     head_dim: int
 
 
-class Operands(NamedTuple):
-    """Inputs and outputs of one launch of products.
+def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None = None) -> list[Tensor]:
+    """See `deepseek_attn.kernels.linear.multi_linear`; no FP4 weights."""
+    check("x", x, ("M", "K"), FLOATS)
+    for segment in segments:
+        if segment.scale is not None:
+            check_fp8_weight(segment, x.shape[1])
+        else:
+            check("a weight without a scale", segment.weight, ("N", x.shape[1]), FLOATS, contiguous=True)
+        if segment.out_dtype not in (None, *FLOATS):
+            raise ValueError(f"outputs are float32, bfloat16 or float16, got {segment.out_dtype}")
+    if quantized is not None:
+        check_quantized("quantised x", quantized, x.shape)
+    if not len(x) or not segments:
+        return [x.new_empty(len(x), len(one.weight), dtype=one.out_dtype or x.dtype) for one in segments]
+    x = contiguous_rows(x)
+    problem = linear_problem(x, segments, quantized)
+    return launch(plan(problem, gpu(x.device)), x, segments, quantized)[0]
 
-    Attributes:
-        x: ``[M, groups * K]``; its values are not read if all weights read ``quantized``.
-        quantized: x in FP8, ``[M, K]`` or ``[groups, M, K]``, or None.
-        fp8, scales, outs: FP8 weights with their scales and outputs ``[M, N]``.
-        plain, plain_outs: unquantised weights with their outputs ``[M, N]``.
-        input_format: of the FP8 weights.
-        output: buffers for an FP8 copy of the output, if there is one weight; or None.
-        pow2_scales: scales of FP8 inputs and outputs are powers of two.
-        groups: diagonal blocks of the weight, if there is one.
-    """
 
-    x: Tensor
-    quantized: QuantizedRows | None
-    fp8: tuple[Tensor, ...]
-    scales: tuple[Tensor | None, ...]
-    outs: tuple[Tensor, ...]
-    plain: tuple[Tensor, ...]
-    plain_outs: tuple[Tensor, ...]
-    input_format: InputFormat
-    output: QuantizedRows | None
-    pow2_scales: bool
-    groups: int
+def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
+    """See `deepseek_attn.kernels.linear.quantize_input`; on a GPU with FP8 (from 8.9 on) or without."""
+    check("x", x, ("M", "K"), FLOATS)
+    if x.shape[1] % FP8_INPUT_GROUP:
+        raise ValueError(f"x must have a multiple of {FP8_INPUT_GROUP} channels, got {tuple(x.shape)}")
+    problem = QuantizeProblem(len(x), x.shape[1], batch_invariant())
+    return quantize_rows(QUANTIZERS.plan(problem, gpu(x.device)), contiguous_rows(x), pow2_scales)
+
+
+def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | None:
+    """See `deepseek_attn.kernels.linear.empty_quantized`; for segments that read FP8 once."""
+    problem = linear_problem(x, segments, None)
+    if not quantizes_before(problem, gpu(x.device)):
+        return None
+    return empty_quantized_rows(len(x), x.shape[1], x.device, _pow2_scales(segments))
+
+
+def grouped_linear(
+    o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
+) -> tuple[Tensor, QuantizedRows | None]:
+    """See `deepseek_attn.kernels.linear.grouped_linear`; for FP8 weights."""
+    check("o", o, ("M", "H", "d"), FLOATS)
+    M, H, d = o.shape
+    if H % groups:
+        raise ValueError(f"o must have a multiple of {groups} heads, got {H}")
+    if (positions is None) != (cos_sin is None):
+        raise ValueError("positions and cos_sin go together: give both, or neither to leave the heads unrotated")
+    check("positions", positions, (M,), INTS)
+    check("cos_sin", cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
+    if cos_sin is not None and (d % 2 or cos_sin.shape[1] % 2 or cos_sin.shape[1] > d):
+        raise ValueError(f"pairs of channels are rotated: d and rope_dim must be even, got {d} and {cos_sin.shape[1]}")
+    x = o.flatten(1) if o.stride(1) == d and o.stride(2) == 1 else o.contiguous().flatten(1)
+    rope = None if positions is None or cos_sin is None else Rope(positions, cos_sin, d)
+    return _diagonal_blocks(x, segment, groups, None, rope)
+
+
+def grouped_linear_of_quantized(
+    o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, QuantizedRows | None]:
+    """See `deepseek_attn.kernels.linear.grouped_linear_of_quantized`."""
+    if o.values.dim() != 3:
+        raise ValueError(f"values must be [groups, M, K], got {tuple(o.values.shape)}")
+    groups, M, K = o.values.shape
+    # stands for the input, of which only shape and dtype are read
+    x = torch.empty(1, dtype=dtype, device=weight.device).expand(M, groups * K)
+    return _diagonal_blocks(x, Segment(weight, scale, InputFormat(True, o.pow2_scales)), groups, o, None)
+
+
+def _diagonal_blocks(
+    x: Tensor, segment: Segment, groups: int, quantized: QuantizedRows | None, rope: Rope | None
+) -> tuple[Tensor, QuantizedRows | None]:
+    """The product of ``x [M, groups * K]``, or of its FP8 values, with the blocks of a weight."""
+    K, N = x.shape[1] // groups, len(segment.weight)
+    check_fp8_weight(segment, K)
+    if N % groups:
+        raise ValueError(f"a weight of {N} rows cannot be divided into {groups} groups")
+    if not len(x):
+        return x.new_empty(0, N), None
+    problem = linear_problem(x, [segment], quantized, groups, rope is not None, True)
+    outs, output = launch(plan(problem, gpu(x.device)), x, [segment], quantized, groups, rope)
+    return outs[0], output
+
+
+def linear_problem(
+    x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None, groups: int = 1, rotated: bool = False,
+    quantize_output: bool = False,
+) -> LinearProblem:  # fmt: skip
+    """The problem of these arguments."""
+    weights, end = [], None
+    for segment in segments:
+        weight, out, read, kind = segment.weight, segment.out_dtype or x.dtype, segment.input_format, None
+        start = weight.data_ptr()
+        if segment.scale is None:  # plain weights may be adjacent in memory
+            read, kind = None, (weight.untyped_storage().data_ptr(), weight.dtype, out)
+        follows = kind is not None and end == (start, kind)
+        end = start + weight.nbytes, kind
+        weights.append(LinearWeight(len(weight), weight.dtype, out, read, start % 16 == 0, follows))
+    return LinearProblem(
+        *(len(x), x.shape[1] // groups, x.dtype, tuple(weights), groups, rotated, quantized is not None),
+        aligned=_is_aligned(x),
+        quantized_aligned=quantized is None or (_is_aligned(quantized.values) and _is_aligned(quantized.scale.t())),
+        quantize_output=quantize_output,
+        batch_invariant=batch_invariant(),
+    )
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Address and rows are multiples of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0 and tensor.stride(-2) * tensor.itemsize % 16 == 0
+
+
+def _pow2_scales(segments: Sequence[Segment]) -> bool:
+    """Of the FP8 inputs of all segments."""
+    rules = {segment.input_format.pow2_scales for segment in segments if segment.reads_fp8}
+    if len(rules) > 1:
+        raise ValueError("segments of one call must agree whether scales of FP8 inputs are powers of two")
+    return rules != {False}
+
+
+def check_fp8_weight(segment: Segment, K: int) -> None:
+    """Raises ValueError unless a segment has an FP8 weight of ``K`` channels with block scales."""
+    weight, scale, group = segment.weight, segment.scale, segment.input_format.group
+    check("a quantised weight", weight, ("N", K), torch.float8_e4m3fn, contiguous=True)
+    grid = tuple(cdiv(size, group) for size in weight.shape)
+    check(f"scale of weight {list(weight.shape)}", scale, grid, torch.float32, contiguous=True)
+    if segment.input_format.fp8 and K % group:
+        raise ValueError(f"FP8 inputs need a multiple of {group} channels, got {K}")
+
+
+# --- launches of the products ---
 
 
 def launch(
     plan: LinearPlan,
     x: Tensor,
     segments: Sequence[Segment],
-    pow2_scales: bool,
     quantized: QuantizedRows | None = None,
     groups: int = 1,
     rope: Rope | None = None,
 ) -> tuple[list[Tensor], QuantizedRows | None]:
     """Products of ``x [M, groups * K]`` with each segment; a single product also in FP8 if the plan has it."""
+    pow2_scales = _pow2_scales(segments)
     if plan.quantizes and plan.input is not None:
-        quantized = _quantized_rows(plan.input, x, pow2_scales, groups if groups > 1 else None, rope)
+        quantized = quantize_rows(plan.input, x, pow2_scales, groups if groups > 1 else None, rope)
     elif plan.input is not None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _launch_quantize(plan.input, x, out, None, pow2_scales, rope)
-        x = out
+        rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _launch_quantize(plan.input, x, rotated, None, pow2_scales, rope)
+        x = rotated
     outs: dict[int, Tensor] = {}
     output = None
     for product in plan.products:
@@ -101,51 +217,51 @@ def launch(
             results = [x.new_empty(len(x), len(one.weight), dtype=one.out_dtype or x.dtype) for one in chosen]
             if product.quantizes_output:
                 output = empty_quantized_rows(len(x), len(chosen[0].weight), x.device, pow2_scales)
-            count, weights = len(product.fp8.SIZES), tuple(one.weight for one in chosen)
-            operands = Operands(
-                x, quantized if product.quantized else None, weights[:count],
-                tuple(one.scale for one in chosen[:count]), tuple(results[:count]), weights[count:],
-                tuple(results[count:]), chosen[0].input_format, output, pow2_scales, groups,
-            )  # fmt: skip
+            rows = quantized if product.quantized else None
             launch_products = _LAUNCHES[product.choice.kernel]
-            launch_products(plan.gpu, product, operands)
+            launch_products(plan.gpu, product, x, rows, chosen, results, output, groups)
         outs |= zip(product.weights, results, strict=True)
     return [outs[i] for i in range(len(segments))], output
 
 
-def _launch_triton(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
-    x, quantized, fp8, scales, outs, plain, plain_outs, input_format, *_, groups = operands
-    config, tiles, plain_tiles, K = product.choice.config, product.fp8, product.plain, x.shape[1] // groups
+def _launch_triton(
+    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | None, segments: Sequence[Segment],
+    outs: Sequence[Tensor], output: None, groups: int,
+) -> None:  # fmt: skip
+    config, K, count = product.choice.config, x.shape[1] // groups, len(product.fp8.SIZES)
+    fp8, plain, input_format = segments[:count], segments[count:], segments[0].input_format
     q, q_scale = (x, x) if quantized is None else (fp8_view(quantized.values), quantized.scale)
     strides = x.stride(0), q.stride(-2), q_scale.stride(1)
     group_strides = K, q.stride(0) if groups > 1 else 0, K // 128 * q_scale.stride(1)
     dot, plain_dot = ((_DOT_DTYPES[one.dtype], one.parts, one.precision) for one in product.dots)
     mode = "quantized" if quantized is not None else "quantize" if fp8 and input_format.fp8 else "plain"
+    constants = config.stages, config.prefetched_blocks, input_format.pow2_scales, gpu.native_fp8, gpu.pdl
     multi_linear_kernel[(product.jobs,)](
         LinearInputs(x, q, q_scale, *strides, *group_strides),
-        tuple(fp8_view(weight) for weight in fp8),
-        scales,
-        outs,
-        plain,
-        plain_outs,
+        tuple(fp8_view(one.weight) for one in fp8),
+        tuple(one.scale for one in fp8),
+        tuple(outs[:count]),
+        tuple(one.weight for one in plain),
+        tuple(outs[count:]),
         _scratch(product, x, x),
         len(x),
-        CONSTANTS=LinearConstants(
-            K, config.tokens, config.stages, config.prefetched_blocks, operands.pow2_scales, gpu.native_fp8, gpu.pdl
-        ),
-        FP8=WeightFormat(tiles, config.rows, input_format.group if fp8 else 128, True, mode, *dot),
-        PLAIN=WeightFormat(plain_tiles, config.rows, PLAIN_CHANNELS, False, "plain", *plain_dot),
+        CONSTANTS=LinearConstants(K, config.tokens, *constants),
+        FP8=WeightFormat(product.fp8, config.rows, input_format.group if fp8 else 128, True, mode, *dot),
+        PLAIN=WeightFormat(product.plain, config.rows, PLAIN_CHANNELS, False, "plain", *plain_dot),
         num_stages=config.stages,
         **launch_options(config.warps, gpu.pdl),
     )
 
 
-def _launch_hopper(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
-    x, quantized, fp8, scales, outs, plain, plain_outs, _, output, *_, groups = operands
+def _launch_hopper(
+    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | None, segments: Sequence[Segment],
+    outs: Sequence[Tensor], output: QuantizedRows | None, groups: int,
+) -> None:  # fmt: skip
     if quantized is None:
         raise ValueError(f"linear_hopper_kernel reads an input in FP8, and the plan has none: {product}")
     q, q_scale, _ = quantized
-    config, (M, K) = product.choice.config, q.shape[-2:]
+    config, (M, K), count = product.choice.config, q.shape[-2:], len(product.fp8.SIZES)
+    fp8, plain = segments[:count], segments[count:]
     stride = q.stride(0) // q.stride(1) if groups > 1 else 0
     if groups > 1:
         q = q.as_strided((stride * (groups - 1) + M, K), (q.stride(1), 1))
@@ -158,10 +274,10 @@ def _launch_hopper(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
         tiled(x, config.tokens, 64, _PLAIN) if plain else None,
         *_tiled_weights(fp8, config.rows, 128, _BYTES, HOPPER_FP8_WEIGHTS),
         *_tiled_weights(plain, config.rows, 64, _PLAIN, HOPPER_PLAIN_WEIGHTS),
-        scales,
-        outs,
-        plain_outs,
-        _memory(product, operands, q_scale),
+        tuple(one.scale for one in fp8),
+        tuple(outs[:count]),
+        tuple(outs[count:]),
+        _memory(product, x, output, q_scale),
         M,
         product.jobs,
         stride,
@@ -188,9 +304,11 @@ def _launch_hopper(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
     )
 
 
-def _launch_decode(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
-    x, quantized, fp8, scales, outs, _, _, _, output, pow2_scales, groups = operands
-    config, (M, K) = product.choice.config, (len(x), fp8[0].shape[1])
+def _launch_decode(
+    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | None, segments: Sequence[Segment],
+    outs: Sequence[Tensor], output: QuantizedRows | None, groups: int,
+) -> None:  # fmt: skip
+    config, (M, K) = product.choice.config, (len(x), segments[0].weight.shape[1])
     source = DecodeInput(x, x.stride(0), 0, x, 0)
     if quantized is not None:
         q, q_scale, _ = quantized
@@ -198,10 +316,10 @@ def _launch_decode(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
     split_blocks = cdiv(K // 128, product.fp8.SPLITS)
     linear_decode_hopper_kernel[(min(product.jobs, gpu.multiprocessors),)](
         source,
-        *_tiled_weights(fp8, config.rows, 128, _BYTES, HOPPER_FP8_WEIGHTS),
-        scales,
-        outs,
-        _memory(product, operands, scales[0]),
+        *_tiled_weights(segments, config.rows, 128, _BYTES, HOPPER_FP8_WEIGHTS),
+        tuple(one.scale for one in segments),
+        tuple(outs),
+        _memory(product, x, output, segments[0].scale),
         M,
         product.jobs,
         0 if output is None else output.scale.stride(1),
@@ -216,7 +334,7 @@ def _launch_decode(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
             STAGES_AT_ONCE=config.stages_at_once,
             QUANTIZED=quantized is not None,
             TILES=product.fp8,
-            POW2=pow2_scales,
+            POW2=segments[0].input_format.pow2_scales,
         ),
         maxnreg=168,
         **launch_options(4, True),
@@ -231,10 +349,11 @@ _LAUNCHES = {
 
 
 def _tiled_weights(
-    weights: Sequence[Tensor], rows: int, columns: int, layout: gl.NVMMASharedLayout, count: int
+    segments: Sequence[Segment], rows: int, columns: int, layout: gl.NVMMASharedLayout, count: int
 ) -> list[TensorDescriptor | None]:
     """``count`` arguments of a kernel: descriptors of weights, then None."""
-    return [*(tiled(weight, rows, columns, layout) for weight in weights), *[None] * (count - len(weights))]
+    used = [tiled(segment.weight, rows, columns, layout) for segment in segments]
+    return used + [None] * (count - len(used))
 
 
 def _scratch(product: ProductPlan, x: Tensor, unused: Tensor | None) -> SplitScratch:
@@ -246,10 +365,9 @@ def _scratch(product: ProductPlan, x: Tensor, unused: Tensor | None) -> SplitScr
     return SplitScratch(fp8, plain, counters_of(x.device) if is_split else unused)
 
 
-def _memory(product: ProductPlan, operands: Operands, unused: Tensor | None) -> HopperMemory:
-    output = operands.output
+def _memory(product: ProductPlan, x: Tensor, output: QuantizedRows | None, unused: Tensor | None) -> HopperMemory:
     quantized = (None, None) if output is None else (output.values, output.scale)
-    return HopperMemory(*quantized, *_scratch(product, operands.x, unused))
+    return HopperMemory(*quantized, *_scratch(product, x, unused))
 
 
 # --- cuBLAS ---
@@ -300,13 +418,10 @@ def _fits_in_storage(tensor: Tensor, size: int) -> bool:
 # --- the input ---
 
 
-def quantize_rows(x: Tensor, pow2_scales: bool, groups: int | None = None, rope: Rope | None = None) -> QuantizedRows:
+def quantize_rows(
+    plan: Choice, x: Tensor, pow2_scales: bool, groups: int | None = None, rope: Rope | None = None
+) -> QuantizedRows:
     """``x [M, channels]``, rotated back by ``rope``, as FP8 in the memory of `empty_quantized_rows`."""
-    problem = QuantizeProblem(len(x), x.shape[1], batch_invariant(), rope is not None)
-    return _quantized_rows(QUANTIZERS.plan(problem, gpu_of(x.device)), x, pow2_scales, groups, rope)
-
-
-def _quantized_rows(plan: Choice, x: Tensor, pow2_scales: bool, groups: int | None, rope: Rope | None) -> QuantizedRows:
     rows, channels = x.shape
     quantized = empty_quantized_rows(rows, channels, x.device, pow2_scales, groups)
     _launch_quantize(plan, x, quantized.values, quantized.scale.t(), pow2_scales, rope)

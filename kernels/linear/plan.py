@@ -147,13 +147,6 @@ def quantizes_output(problem: LinearProblem, gpu: GPU) -> bool:
     return problem.quantize_output and problem.planned_tokens > 32
 
 
-@condition
-def long_sums(problem: LinearProblem, gpu: GPU) -> bool:
-    """More than 64 tokens and more than 16384 channels, where tiles of 64 rows cannot be split."""
-    tokens, K, rows = problem.planned_tokens, problem.channels, _hopper_rows(problem, gpu)
-    return tokens > 64 and K >= 16384 and rows == 64 and gpu.multiprocessors // _hopper_tiles(problem, 64, 128) == 1
-
-
 hopper_products = fp8_on_hopper & quantized_beside_plain
 decode_products = fp8_on_hopper & decodes_fp8
 UP_TO_8, UP_TO_32 = up_to("planned_tokens", 8), up_to("planned_tokens", 32)
@@ -246,11 +239,6 @@ def tiles_of_scaled_output(problem: LinearProblem, gpu: GPU) -> LinearHopperTile
     return _hopper_config(problem, gpu, 128, tokens, (128, tokens // 2), 1)
 
 
-def tiles_of_long_sums(problem: LinearProblem, gpu: GPU) -> LinearHopperTiles:
-    """Two splits of long sums with tiles of 128 rows, instead of one with 64."""
-    return _hopper_config(problem, gpu, 128, 128, (64, 128))
-
-
 def tiles_at_once(problem: LinearProblem, gpu: GPU) -> LinearHopperTiles:
     """Tiles of 64 tokens instead of 128 if all of their jobs still run at once."""
     rows, tokens = _hopper_rows(problem, gpu), _token_tile(problem, 16, 128)
@@ -335,7 +323,6 @@ PRODUCTS: Table[LinearProblem] = Table(
         Row(streams_weights & ~fills_gpu & fills_gpu_with_halves, DECODE, ring_of_half_tiles, DECODE_DATA),
         Row(streams_weights & ~fills_gpu & ~fills_gpu_with_halves, DECODE, half_ring, DECODE_DATA),
         Row(quantizes_output, HOPPER, tiles_of_scaled_output, LAYERS),
-        Row(long_sums, HOPPER, tiles_of_long_sums, LAYERS),
         Row(~UP_TO_8, HOPPER, tiles_at_once, LAYERS),
         Row(WIDE & UP_TO_32, TRITON, tiles_of_all_channels, "h200_wide_linears.json: rows"),
         Row(WIDE_PLAIN & UP_TO_32, TRITON, tiles_read_early, TUNED),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.attention import attend_raw_q, reference
+from deepseek_attn.kernels.common import device
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 from tests.kernels.attention.sparse_attention_cases import (
@@ -148,6 +149,8 @@ def test_roundings_are_those_of_the_parts(gpu, at, pow2):
     from deepseek_attn.kernels.attention.launch import sparse_attention_paged
     from deepseek_attn.kernels.insert import query_norm_rope
     from deepseek_attn.kernels.linear.launch import Rope, quantize_rows
+    from deepseek_attn.kernels.linear.plan import QUANTIZERS
+    from deepseek_attn.kernels.linear.problem import QuantizeProblem
 
     config = configs()[at]
     skip_unless_it_runs(config)
@@ -156,7 +159,9 @@ def test_roundings_are_those_of_the_parts(gpu, at, pow2):
     q = query_norm_rope(heads)
     with forced(config):
         out, _ = sparse_attention_paged(q, pools, scale, sink)
-    expected = quantize_rows(out.flatten(1), pow2, 3, Rope(heads.positions, heads.cos_sin, 512))
+    rows, rope = out.flatten(1), Rope(heads.positions, heads.cos_sin, 512)
+    quantizer = QUANTIZERS.plan(QuantizeProblem(len(rows), rows.shape[1], rotated=True), device.gpu(rows.device))
+    expected = quantize_rows(quantizer, rows, pow2, 3, rope)
     for got in (op(heads, pools, scale, sink, 3, pow2, config), op(heads, pools, scale, sink, 3, pow2, config, q)):
         # the portable kernel leaves one split to the second launch as well, and rounds its partials
         limit = 3e-3 if config.splits > 1 or config.hopper else 5e-2

@@ -12,8 +12,8 @@ from deepseek_attn.kernels.linear.formats import UNQUANTIZED
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.linear import linear as ops
-from deepseek_attn.kernels.linear.linear import quantize_input
+from deepseek_attn.kernels.linear import launch as ops
+from deepseek_attn.kernels.linear.launch import quantize_input
 from deepseek_attn.kernels.linear.problem import LinearDecodeTiles, LinearHopperTiles, LinearTiles
 from tests.kernels.compiled_launches import compiled_ops, on_gpus
 from tests.kernels.linear.products import ROUNDED, forced

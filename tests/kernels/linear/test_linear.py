@@ -13,7 +13,7 @@ from deepseek_attn.kernels.linear.formats import UNQUANTIZED
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common.plans import forced_row
-from deepseek_attn.kernels.linear.linear import linear_problem, multi_linear, quantize_input
+from deepseek_attn.kernels.linear.launch import linear_problem, multi_linear, quantize_input
 from deepseek_attn.kernels.linear.plan import (
     JOIN_FROM,
     LIBRARY,

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.linear import Segment
-from deepseek_attn.kernels.linear.linear import empty_quantized, grouped_linear, multi_linear
+from deepseek_attn.kernels.linear.launch import empty_quantized, grouped_linear, multi_linear
 from deepseek_attn.kernels.linear.plan import DECODE, plan
 from deepseek_attn.kernels.linear.problem import LinearDecodeTiles, LinearWeight
 from tests.kernels.compiled_launches import compiled_ops, ptxas_report

@@ -11,8 +11,7 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import forced_row
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
 from deepseek_attn.kernels.linear import Segment
-from deepseek_attn.kernels.linear.launch import launch
-from deepseek_attn.kernels.linear.linear import linear_problem
+from deepseek_attn.kernels.linear.launch import launch, linear_problem
 from deepseek_attn.kernels.linear.plan import DECODE, HOPPER, PRODUCTS, hopper_products, plan, tiles_at_once
 from deepseek_attn.kernels.linear.problem import LinearHopperTiles, LinearWeight
 from deepseek_attn.runner.ahead.recording import recorded_launches
@@ -52,7 +51,7 @@ def run(M, K, fp8_rows, plain_rows, groups, quantize_output, quantized_groups=No
         with forced_row(PRODUCTS, AT_ONCE):
             of_launch = plan(wanted, H200)
     assert [product.choice.kernel for product in of_launch.products] == [HOPPER]
-    launch(of_launch, x, segments, True, quantized, groups)
+    launch(of_launch, x, segments, quantized, groups)
 
 
 # an output is quantised from 33 tokens on; tiles between the smallest and the largest once for each kind of launch
@@ -136,7 +135,7 @@ def test_configurations_of_the_layers_that_were_measured():
     assert [chosen(M, 7168, 2048, 1024) for M in (32, 64, 128)] == [(32, 128, 2), (64, 128, 2), (64, 128, 2)]
     assert chosen(128, 4096, 1536, 2624) == (128, 128, 2)  # C4A: tiles of 64 tokens would not run at once
     assert [chosen(128, 4096, rows, 0, True) for rows in (8192, 16384)] == [(64, 128, 1), (128, 128, 1)]
-    assert [chosen(128, K, rows) for K, rows in ((8192, 4096), (16384, 7168))] == [(128, 64, 2), (128, 128, 2)]
+    assert [chosen(128, K, rows) for K, rows in ((8192, 4096), (16384, 7168))] == [(128, 64, 2), (128, 64, 1)]
 
 
 def test_tiles_without_a_whole_scale_block_write_no_fp8():
