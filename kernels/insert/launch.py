@@ -53,7 +53,7 @@ from deepseek_attn.kernels.insert.norm_rope_triton import (
     query_norm_rope_kernel,
     rope_insert_kernel,
 )
-from deepseek_attn.kernels.insert.plan import ENTRIES, LATENTS, QUERIES, InsertPlan, InsertProblem, plan_insert
+from deepseek_attn.kernels.insert.plan import ENTRIES, LATENTS, QUERIES, InsertProblem, WindowPlan, plan_insert
 from deepseek_attn.kernels.insert.reference import check_part
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
@@ -77,7 +77,7 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
         rows, shapes = (key, query), {"SHAPE": key_shape, "QUERY_SHAPE": query_shape}
         if plan.keys is not None:
             norm_rope_insert_kernel[(count, 2)](*rows, **shapes, NATIVE_FP8=plan.keys.native_fp8, **plan.keys.options)
-        _launch_windows(plan, compressors, batch, rows if plan.keys is None else (), shapes)
+        _launch_windows(plan.windows, compressors, batch, rows if plan.keys is None else (), shapes)
     return outs
 
 
@@ -85,7 +85,7 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
     """The compressors' part of `insert_tokens` alone: one launch for all of them."""
     if count := len(batch.positions):
         plan = plan_insert(InsertProblem.of(count, False, compressors, batch), gpu(batch.positions.device))
-        _launch_windows(plan, compressors, batch)
+        _launch_windows(plan.windows, compressors, batch)
 
 
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
@@ -99,22 +99,21 @@ def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
 
 
 def _launch_windows(
-    plan: InsertPlan, compressors: Sequence[CompressPart], batch: CompressBatch | None,
+    plan: WindowPlan | None, compressors: Sequence[CompressPart], batch: CompressBatch | None,
     rows: tuple = (), shapes: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Pools windows and stores ring rows; also writes keys and query latents if ``rows`` gives them."""
-    if plan.windows is None or plan.division is None or batch is None:
+    if plan is None or batch is None:
         return
-    tiles, division = plan.windows.config, plan.division
-    parts = [_part(part, batch, items) for part, items in zip(compressors, division.items, strict=True)]
-    tokens, requests = len(batch.positions), len(batch.prefix_lens)
+    tiles, tokens, requests = plan.launch.config, len(batch.positions), len(batch.prefix_lens)
+    parts = [_part(part, batch, items) for part, items in zip(compressors, plan.items, strict=True)]
     step = BatchArguments(
         batch.positions, batch.token_to_req, batch.query_start_loc, batch.prefix_lens, batch.ring_pages, batch.slots,
         batch.valid, batch.ring_pages.stride(0),
     )  # fmt: skip
     scratch = Scratch(compressors[0].kv, batch.token_to_req, 0)  # not used by a program that pools all channels
     if tiles.lanes > 1:
-        scratch = empty_scratch(compressors, division.groups, batch.positions.device)
+        scratch = empty_scratch(compressors, plan.groups, batch.positions.device)
     config = PoolingConfig(
         RATIO=batch.ratio,
         POOLED=batch.pooled_tokens,
@@ -123,20 +122,20 @@ def _launch_windows(
         READS=tiles.reads,
         CHANNELS=tiles.channels,
         CHUNKS=tiles.chunks,
-        GROUP=division.group,
-        ITEMS=sum(division.items),
-        REUSES_RING=division.reuses_ring_rows,
+        GROUP=plan.group,
+        ITEMS=sum(plan.items),
+        REUSES_RING=plan.reuses_ring_rows,
         REQUESTS=max(128, next_power_of_2(requests)),
-        NATIVE_FP8=plan.windows.native_fp8,
+        NATIVE_FP8=plan.launch.native_fp8,
     )
-    arguments = (tuple(part for part, _ in parts), step, scratch, division.programs, requests)
-    options = {"PARTS": tuple(shape for _, shape in parts), "CONFIG": config, **plan.windows.options}
+    arguments = (tuple(part for part, _ in parts), step, scratch, plan.programs, requests)
+    options = {"PARTS": tuple(shape for _, shape in parts), "CONFIG": config, **plan.launch.options}
     if rows:
-        programs = division.programs + tokens * (2 + len(compressors))
+        programs = plan.programs + tokens * (2 + len(compressors))
         insert_tokens_kernel[(programs,)](*rows, *arguments, **(shapes or {}), **options)
     else:
-        stored = (requests * batch.rows if division.reuses_ring_rows else tokens) * len(compressors)
-        compress_kernel[(stored + division.programs,)](*arguments, **options)
+        stored = (requests * batch.rows if plan.reuses_ring_rows else tokens) * len(compressors)
+        compress_kernel[(stored + plan.programs,)](*arguments, **options)
 
 
 def empty_scratch(compressors: Sequence[CompressPart], groups: int, device: torch.device) -> Scratch:

@@ -97,16 +97,18 @@ class PoolTiles(NamedTuple):
     programs: int = 1056  # eight for each multiprocessor of an H200
 
 
-class WindowDivision(NamedTuple):
-    """Division of the step's complete compression windows among programs.
+class WindowPlan(NamedTuple):
+    """The launch that pools the step's complete compression windows, and their division among its programs.
 
     Attributes:
+        launch: of `compress_kernel`, or of `insert_tokens_kernel`, which also writes keys and query latents.
         group: consecutive windows of a request that form a group; groups: upper bound of their number in the step.
         items: work items per group and compressor: each has some windows, or some channels if a group is one window.
         programs: number of programs that pool windows.
         reuses_ring_rows: the programs that pool the old content of a ring row also store its new content.
     """
 
+    launch: Choice
     group: int
     groups: int
     items: tuple[int, ...]
@@ -114,19 +116,16 @@ class WindowDivision(NamedTuple):
     reuses_ring_rows: bool
 
 
-@dataclass(frozen=True)
-class InsertPlan:
+class InsertPlan(NamedTuple):
     """Launches of `insert_tokens` or a part of it.
 
     Attributes:
         keys: launch of `norm_rope_insert_kernel`; None without keys, or if the ``windows`` launch also writes them.
-        windows: launch of `compress_kernel`, or of `insert_tokens_kernel` for all work; None without compressors.
-        division: of the windows among programs.
+        windows: None without compressors.
     """
 
     keys: Choice | None
-    windows: Choice | None
-    division: WindowDivision | None
+    windows: WindowPlan | None
 
 
 FEW_TOKENS = up_to("tokens", 256)
@@ -182,17 +181,14 @@ QUERIES = one_kernel("insert.query_norm_rope", "query_norm_rope_kernel", (ANY, R
 @planner("insert.insert_tokens")
 def plan_insert(problem: InsertProblem, gpu: GPU) -> InsertPlan:
     """One launch for everything where no token overwrites the ring row of a token that it pools; else two."""
-    windows = division = None
-    if problem.dims:
-        windows = WINDOWS.choose(problem, gpu)
-        division = divide_windows(problem, windows.config)
-    together = windows is not None and windows.kernel == "insert_tokens_kernel"
-    keys = KEYS.choose(problem, gpu) if problem.keys and not together else None
-    return InsertPlan(keys, windows, division)
+    windows = divide_windows(problem, WINDOWS.choose(problem, gpu)) if problem.dims else None
+    together = windows is not None and windows.launch.kernel == "insert_tokens_kernel"
+    return InsertPlan(KEYS.choose(problem, gpu) if problem.keys and not together else None, windows)
 
 
-def divide_windows(problem: InsertProblem, tiles: PoolTiles) -> WindowDivision:
+def divide_windows(problem: InsertProblem, launch: Choice) -> WindowPlan:
     """Groups of windows, and the programs that pool them: at most one for each work item that there can be."""
+    tiles: PoolTiles = launch.config
     group, items = 1, [cdiv(dim, max(tiles.channels, 1)) for dim in problem.dims]
     if tiles.lanes == 1:  # narrow windows are pooled several at a time
         windows = [max(tiles.values // max(64, next_power_of_2(dim)), 1) for dim in problem.dims]
@@ -200,4 +196,4 @@ def divide_windows(problem: InsertProblem, tiles: PoolTiles) -> WindowDivision:
         items = [group // count for count in windows]
     groups = min(problem.tokens, problem.tokens // (problem.ratio * group) + problem.requests)
     programs = min(groups * sum(items), tiles.programs)
-    return WindowDivision(group, groups, tuple(items), programs, problem.reuses_ring_rows)
+    return WindowPlan(launch, group, groups, tuple(items), programs, problem.reuses_ring_rows)
