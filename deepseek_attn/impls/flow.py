@@ -77,7 +77,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
     def attend_raw(cls, layer: AttentionLayer, queries: AttentionQueries) -> QuantizedRows:
         assert layer.step is not None  # a warm-up does not attend
         keys = cls._decode_keys(layer, layer.step)
-        return attend_raw_q(queries.raw, keys, layer.scale, layer.attn_sink, layer.o_groups, q=queries.q)
+        return attend_raw_q(queries.raw, keys, layer.scale, layer.attn_sink, layer.o_groups, queries.q)
 
     @classmethod
     def forward_mqa(

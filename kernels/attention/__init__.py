@@ -92,18 +92,13 @@ def sparse_attention_paged(
 
 
 def attend_raw_q(
-    raw_q: RawQueries,
-    keys: Sequence[PagedKeys],
-    scale: float,
-    sink: Tensor | None,
-    groups: int,
-    pow2_scales: bool = True,
-    q: Tensor | None = None,
+    raw_q: RawQueries, keys: Sequence[PagedKeys], scale: float, sink: Tensor | None, groups: int, q: Tensor | None
 ) -> QuantizedRows:
     """Attention from projected heads to the quantised input of the grouped output projection, in one launch or two.
 
     The results of `query_norm_rope`, `sparse_attention_paged`, the inverse RoPE of its output at the same positions and
-    `quantize_input`, each rounded to the dtype of ``raw_q.q``; `grouped_linear` multiplies them.
+    `quantize_input` with scales that are powers of two, each rounded to the dtype of ``raw_q.q``;
+    `grouped_linear_of_quantized` multiplies them.
 
     Args:
         raw_q: projected queries, ``padded_heads`` and ``num_heads`` the same; ``d`` is ``record.dim``, and the rotated
@@ -111,8 +106,7 @@ def attend_raw_q(
         keys: as in `sparse_attention_paged`; at least one pool has columns and entries.
         scale, sink: as in `sparse_attention`.
         groups: of the projection; head h belongs to group ``h // (num_heads / groups)``.
-        pow2_scales: as in `quantize_input`.
-        q: ``query_norm_rope(raw_q)``, if the caller has it already.
+        q: ``query_norm_rope(raw_q)`` if the caller has it already, else None.
 
     Returns:
         Values ``[groups, T, num_heads / groups * d]`` and scales ``[T, num_heads * d / 128]`` with stride 1 along the
@@ -127,7 +121,7 @@ def attend_raw_q(
         may differ from it in its last bit.
     """
     ops = triton_ops if runs_triton(raw_q.q) else torch_ops
-    return ops.attend_raw_q(raw_q, keys, scale, sink, groups, pow2_scales, q)
+    return ops.attend_raw_q(raw_q, keys, scale, sink, groups, q)
 
 
 def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None) -> Tensor:

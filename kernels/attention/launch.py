@@ -82,9 +82,8 @@ def _attend(
 
 
 def attend_raw_q(
-    raw_q: RawQueries, keys: Sequence[PagedKeys], scale: float, sink: Tensor | None, groups: int,
-    pow2_scales: bool = True, q: Tensor | None = None,
-) -> QuantizedRows:  # fmt: skip
+    raw_q: RawQueries, keys: Sequence[PagedKeys], scale: float, sink: Tensor | None, groups: int, q: Tensor | None
+) -> QuantizedRows:
     """`kernels.attention.attend_raw_q`."""
     check_raw_queries(raw_q)
     (T, width), H, rope = raw_q.q.shape, raw_q.num_heads, raw_q.cos_sin.shape[1]
@@ -102,7 +101,7 @@ def attend_raw_q(
         )
     if not pools:
         raise ValueError("queries need keys: all pools or lists of indices are empty")
-    rows = empty_quantized_rows(T, width, q.device, pow2_scales, groups)
+    rows = empty_quantized_rows(T, width, q.device, groups=groups)
     if not T:
         return rows
     plan = plan_attend(AttendProblem.of(q, pools, dim, False, sink, raw_q=True), gpu(q.device))
@@ -112,7 +111,7 @@ def attend_raw_q(
         raw_q.positions, raw_q.cos_sin, len(raw_q.cos_sin), raw_q.eps, fp8_view(values), values.stride(0),
         values.stride(1), H // groups, scales, scales.stride(1),
     )  # fmt: skip
-    shape = RawQShape(TRITON_DTYPES[q.dtype], rope, rotated, raw_q.norm, pow2_scales, plan.attend.native_fp8)
+    shape = RawQShape(TRITON_DTYPES[q.dtype], rope, rotated, raw_q.norm, rows.pow2_scales, plan.attend.native_fp8)
     launch(plan, q, pools, scale, AttendOutputs(None, 0, 0, lse, None, _contiguous(sink)), dim, arguments, shape)
     return rows
 

@@ -323,13 +323,7 @@ def value_dim(q: Tensor, d_v: int | None) -> int:
 
 @torch.no_grad()
 def attend_raw_q(
-    raw_q: RawQueries,
-    keys: Sequence[PagedKeys],
-    scale: float,
-    sink: Tensor | None,
-    groups: int,
-    pow2_scales: bool = True,
-    q: Tensor | None = None,
+    raw_q: RawQueries, keys: Sequence[PagedKeys], scale: float, sink: Tensor | None, groups: int, q: Tensor | None
 ) -> QuantizedRows:
     """`kernels.attention.attend_raw_q` in torch."""
     if raw_q.padded_heads != raw_q.num_heads or raw_q.num_heads % groups:
@@ -339,8 +333,8 @@ def attend_raw_q(
         )
     out, _ = sparse_attention_paged(normed_queries(raw_q) if q is None else q, keys, scale, sink)
     back = rotate_(out, freqs_cis_at(raw_q.cos_sin, raw_q.positions), inverse=True)
-    values, scales = quantize_fp8(back.flatten(1), 128, pow2=pow2_scales)
-    rows = empty_quantized_rows(len(values), values.shape[1], values.device, pow2_scales, groups)
+    values, scales = quantize_fp8(back.flatten(1), 128)
+    rows = empty_quantized_rows(len(values), values.shape[1], values.device, groups=groups)
     rows.values.copy_(values.unflatten(1, (groups, -1)).transpose(0, 1))
     rows.scale.copy_(scales)
     return rows

@@ -63,7 +63,7 @@ def same(got, expected):
 def test_the_reference_is_its_parts():
     """Norm, RoPE, attention, inverse RoPE, quantisation: written out for one token and head."""
     heads, pools, scale, sink = case(3, 4, TINY, torch.float32, (5, 9))
-    rows = attend_raw_q(heads, pools, scale, sink, 2)
+    rows = attend_raw_q(heads, pools, scale, sink, 2, None)
     assert rows.values.shape == (2, 3, 2 * TINY.dim)
     t, h, nope = 1, 3, TINY.nope_dim
     x = heads.q.view(3, 4, -1)[t, h].double()
@@ -91,12 +91,12 @@ def test_the_reference_is_its_parts():
 # the kernels
 
 
-def op(heads, pools, scale, sink, groups, pow2_scales=True, config=None, q=None):
+def op(heads, pools, scale, sink, groups, config=None, q=None):
     pytest.importorskip("triton", reason="the package triton is not installed")
     from deepseek_attn.kernels.attention.launch import attend_raw_q
 
     with forced(config):
-        return attend_raw_q(heads, pools, scale, sink, groups, pow2_scales, q)
+        return attend_raw_q(heads, pools, scale, sink, groups, q)
 
 
 def configs():
@@ -107,14 +107,14 @@ def configs():
 
 @pytest.mark.triton
 @pytest.mark.parametrize("splits", [1, 3, 40])
-@pytest.mark.parametrize(("record", "H", "groups", "norm", "pow2"), [
-    (V4, 6, 2, True, True), (TINY, 5, 1, False, False), (type(V4)(320, 64), 4, 4, True, True),
+@pytest.mark.parametrize(("record", "H", "groups", "norm"), [
+    (V4, 6, 2, True), (TINY, 5, 1, False), (type(V4)(320, 64), 4, 4, True),
 ], ids=str)  # fmt: skip
-def test_in_float32(device, record, H, groups, norm, pow2, splits):
+def test_in_float32(device, record, H, groups, norm, splits):
     with device:
         inputs = case(3, H, record, torch.float32, (9, 40), norm)
-        expected = reference.attend_raw_q(*inputs, groups, pow2)
-        got = op(*inputs, groups, pow2, Launch(16, 16, 4, 1, 64 if splits == 3 else 128, splits))
+        expected = reference.attend_raw_q(*inputs, groups, None)
+        got = op(*inputs, groups, Launch(16, 16, 4, 1, 64 if splits == 3 else 128, splits))
         check(got, expected, 4e-3)  # a value between two of e4m3 may become the other one
 
 
@@ -124,7 +124,7 @@ def test_every_configuration(gpu, at):
     skip_unless_it_runs(config)
     for T, H, groups in ((21, 100, 4), (1, 64, 8), (5, 128, 16)):
         arguments = case(T, H, widths=(128, 700))
-        expected = reference.attend_raw_q(*arguments, groups)
+        expected = reference.attend_raw_q(*arguments, groups, None)
         first = op(*arguments, groups, config=config)
         check(first, expected, 1.2e-2)
         assert all(same(op(*arguments, groups, config=config), first) for _ in range(5))
@@ -137,14 +137,13 @@ def test_what_is_chosen(gpu, H, K):
 
     for T in (1, 2, 9, 33, 70):
         arguments = case(T, H, widths=(128,) if K is None else (128, K))
-        expected = reference.attend_raw_q(*arguments, 8)
+        expected = reference.attend_raw_q(*arguments, 8, None)
         check(op(*arguments, 8), expected, 1.2e-2)
         check(op(*arguments, 8, q=query_norm_rope(arguments[0])), expected, 1.2e-2)
 
 
-@pytest.mark.parametrize("pow2", [True, False])
 @pytest.mark.parametrize("at", range(10))
-def test_roundings_are_those_of_the_parts(gpu, at, pow2):
+def test_roundings_are_those_of_the_parts(gpu, at):
     """But for what a compiler adds in one instruction here and in two there; without the norm, whose sums differ."""
     from deepseek_attn.kernels.attention.launch import sparse_attention_paged
     from deepseek_attn.kernels.insert import query_norm_rope
@@ -161,13 +160,13 @@ def test_roundings_are_those_of_the_parts(gpu, at, pow2):
         out, _ = sparse_attention_paged(q, pools, scale, sink)
     rows, rope = out.flatten(1), Rope(heads.positions, heads.cos_sin, 512)
     quantizer = QUANTIZERS.plan(QuantizeProblem(len(rows), rows.shape[1], rotated=True), device.gpu(rows.device))
-    expected = quantize_rows(quantizer, rows, pow2, 3, rope)
-    for got in (op(heads, pools, scale, sink, 3, pow2, config), op(heads, pools, scale, sink, 3, pow2, config, q)):
+    expected = quantize_rows(quantizer, rows, True, 3, rope)
+    for got in (op(heads, pools, scale, sink, 3, config), op(heads, pools, scale, sink, 3, config, q)):
         # the portable kernel leaves one split to the second launch as well, and rounds its partials
         limit = 3e-3 if config.splits > 1 or config.hopper else 5e-2
         assert (got.values.view(torch.uint8) != expected.values.view(torch.uint8)).float().mean() < limit
         check(got, expected, 1.2e-2)
-        assert (got.scale != expected.scale).float().mean() < (2e-3 if pow2 else limit)
+        assert (got.scale != expected.scale).float().mean() < 2e-3
 
 
 @pytest.mark.parametrize("at", [1, 7, 8])
@@ -179,7 +178,7 @@ def test_positions_outside_the_table_are_not_rotated(gpu, at):
     heads.positions[2:5] = torch.tensor([-1, POSITIONS, 2**40])
     still = heads._replace(cos_sin=torch.cat([torch.ones(POSITIONS, 32), torch.zeros(POSITIONS, 32)], 1))
     still.positions[2:5] = 0
-    expected = dequantized(reference.attend_raw_q(still, pools, scale, sink, 8))[2:5]
+    expected = dequantized(reference.attend_raw_q(still, pools, scale, sink, 8, None))[2:5]
     heads.positions[2:5] = torch.tensor([-1, POSITIONS, 2**40])
     assert relative(dequantized(op(heads, pools, scale, sink, 8, config=config))[2:5], expected) <= 1.2e-2
 
@@ -192,7 +191,7 @@ def test_nan_stays_where_it_is(gpu, at):
     heads, pools, scale, sink = case(13, 64, widths=(128, 63))
     for keys in pools:
         required(keys.lens)[[2, 7]] = 0
-    expected = reference.attend_raw_q(heads, pools, scale, sink, 8)
+    expected = reference.attend_raw_q(heads, pools, scale, sink, 8, None)
     heads.q[[2, 7]] = NAN
     heads.q[12, 5 * 512] = INF  # all of its keys are live
     got = op(heads, pools, scale, sink, 8, config=config)
@@ -221,7 +220,7 @@ def test_replayed(gpu):
         heads.positions.copy_(torch.randint(POSITIONS, (33,)))
         required(pools[1].lens).copy_(torch.minimum(most, torch.randint(301, (33,))))
         graph.replay()
-        check(got, reference.attend_raw_q(heads, pools, scale, sink, 8), 1.2e-2)
+        check(got, reference.attend_raw_q(heads, pools, scale, sink, 8, None), 1.2e-2)
         first = QuantizedRows(got.values.clone(), got.scale.clone())
         for _ in range(50):
             graph.replay()

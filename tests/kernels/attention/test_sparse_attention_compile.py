@@ -56,7 +56,7 @@ def attend_rows(T, H, dim=512, dtype=BF16, width=640, max_logits=False, kv_dtype
 
 def attend_raw(T, H, widths, groups=8):
     heads = RawQueries(of(T, H * 512, dtype=BF16), H, 1e-6, of(99, 64, dtype=F32), of(T, dtype=torch.int64), H)
-    return attend.attend_raw_q(heads, pools(T, (V4, V4), widths), 0.1, of(H, dtype=F32), groups)
+    return attend.attend_raw_q(heads, pools(T, (V4, V4), widths), 0.1, of(H, dtype=F32), groups, None)
 
 
 PORTABLE = {
