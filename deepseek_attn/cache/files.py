@@ -29,6 +29,7 @@ from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.utils.files import STORED_NAMES, write_tensors
+from deepseek_attn.utils.hub import check_path
 
 FORMAT = "deepseek-attn sequence 3"
 FIELDS = ("format", "num_tokens", "low_water", "digest")  # of the metadata, beside the fingerprint
@@ -121,6 +122,7 @@ def load_cache(
             it; or a field or tensor is impossible. The message names the field, its value and the expected value.
         OutOfPages: too few free pages. After either error nothing has changed.
     """
+    check_path(path, "a saved sequence is named by its file")
     try:
         if not Path(path).is_file():
             raise ValueError(f"no saved sequence at {str(path)!r}")

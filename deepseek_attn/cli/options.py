@@ -316,7 +316,8 @@ def check_bounds(args: argparse.Namespace) -> None:
         value = getattr(args, flag[2:].replace("-", "_"), None)
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, (int, float)) and not least <= number <= most:  # NaN is outside, too
-                supported = f"at least {least}" if most == MOST else f"{least:g} to {int(most)}"
+                finite = " and finite" * isinstance(number, float)
+                supported = f"at least {least}{finite}" if most == MOST else f"{least:g} to {int(most)}"
                 raise ValueError(f"{flag} {number}: must be {supported}")
 
 

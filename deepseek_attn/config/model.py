@@ -18,7 +18,7 @@ from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
 from deepseek_attn.config.v4_reader import read_v4
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.config.v41 import DeepseekV41Config, is_inference_config
-from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
+from deepseek_attn.utils.hub import CONFIG_FILE, HubModel, check_path
 from deepseek_attn.utils.json_files import parse_json, read_json
 from deepseek_attn.utils.other_formats import SUPPORTED, contents, quantiser, weight_format
 from deepseek_attn.utils.registry import load_extensions
@@ -89,6 +89,7 @@ class ModelConfig(DeepseekV4Base):
         Raises:
             ValueError: nothing of the kind exists, the JSON is broken (with its line), or the config is invalid.
         """
+        check_path(path, "a config is named by its folder, its file, a preset or a hub id (org/name)")
         file = Path(path)
         if (file / CONFIG_FILE).is_file():
             file = file / CONFIG_FILE

@@ -22,6 +22,7 @@ import torch
 
 from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.cache.prefix import BlockKeys
+from deepseek_attn.config.options import is_integer
 from deepseek_attn.engine.decoding import Accepted, NextToken, Work
 from deepseek_attn.engine.logprobs import keep_scored, with_logprobs
 from deepseek_attn.engine.outputs import RequestOutput
@@ -31,7 +32,7 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.scheduler import Scheduler
 from deepseek_attn.engine.stats import EngineStats, StepStats
 from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
-from deepseek_attn.runner.prompts import TokenIds
+from deepseek_attn.runner.prompts import TokenIds, shown
 from deepseek_attn.text.tokenizer import Tokenizer
 from deepseek_attn.utils.clock import seconds_since
 from deepseek_attn.utils.turns import in_turn
@@ -105,8 +106,7 @@ class Engine:
     @in_turn
     def _submit(self, request: Request, caller: Caller) -> Request:
         self._refuse_within_step()
-        if not isinstance(request, Request):
-            raise ValueError(f"a Request is needed, got {request!r}: add_request takes token ids")
+        request = checked_request(request)
         if request.finished:
             raise ValueError(f"the request has ended ({request.finish_reason}): make a new one with Request.create")
         if request.keys is not None:
@@ -135,6 +135,7 @@ class Engine:
         Raises:
             ValueError: a request of another engine.
         """
+        request = checked_request(request)
         ended = [self._cancel(each) for each in request.group]
         return any(ended)
 
@@ -166,10 +167,15 @@ class Engine:
             max_in_flight: upper bound of unfinished requests of this run; None: all are taken before the first step.
 
         Raises:
-            ValueError: a request belongs to another engine or another run, or cannot be submitted.
+            ValueError: a request belongs to another engine or another run, or cannot be submitted; ``max_in_flight`` is
+                not a positive integer.
             RuntimeError: ranks share the model, and another thread has a run: the order of their steps would differ
                 from rank to rank.
         """
+        if isinstance(requests, Request) or not isinstance(requests, Iterable):
+            raise ValueError(f"an iterable of requests is needed, got {requests!r:.80}")
+        if max_in_flight is not None and (not is_integer(max_in_flight) or max_in_flight < 1):
+            raise ValueError(f"max_in_flight={max_in_flight!r:.80}: must be an integer of at least 1, or None")
         source, more = iter(requests), True
         caller, held = Caller(get_ident()), dict[Request, None]()
         try:
@@ -178,8 +184,9 @@ class Engine:
                 while more and (max_in_flight is None or len(held) < max_in_flight):
                     request = next(source, END)
                     more = request is not END
-                    if not isinstance(request, Request):
+                    if request is None or request is END:
                         break
+                    request = checked_request(request)
                     held |= dict.fromkeys(request.group)
                     self._take_over(request, caller)
                 if held:
@@ -472,6 +479,13 @@ class Engine:
         """Registers a request: the next outputs report its progress from here on."""
         caller = request.caller or self._steppers
         return caller.unreported.setdefault(request, Unreported(request.num_generated))
+
+
+def checked_request(request: object) -> Request:
+    """``request``; ValueError for another type."""
+    if not isinstance(request, Request):
+        raise ValueError(f"a Request is needed, got {shown(request)}: add_request takes token ids")
+    return request
 
 
 def describe(error: Exception) -> str:

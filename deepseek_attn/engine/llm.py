@@ -25,10 +25,10 @@ from deepseek_attn.engine.sampling import SamplingParams, checked_params
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.engine.structured import with_response_format
 from deepseek_attn.runner import ModelRunner
-from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
+from deepseek_attn.runner.options import RunnerOptions, check_runner_options, lists_options
 from deepseek_attn.runner.prompts import TokenIds, each_prompt, prompt_list, token_list
 from deepseek_attn.runner.replay import Replayed
-from deepseek_attn.text.chat import ChatOptions, build_prompt
+from deepseek_attn.text.chat import ChatOptions, build_prompt, check_switches
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from deepseek_attn.utils.clock import seconds_since
 
@@ -128,7 +128,9 @@ class LLM:
 
     @lists_options(compile_ahead=COMPILE_AHEAD)
     def __init__(self, model: str | Path | None = None, *, speculate: int = 0, **options: Unpack[RunnerOptions]):
-        check_options("LLM", options, "speculate")
+        check_runner_options("LLM", options, "speculate")
+        if not is_integer(speculate) or speculate < 0:
+            raise ValueError(f"speculate={speculate!r:.80}: must be an integer of at least 0 (0: no drafts)")
         model = SMALL_CHECKPOINT if model is None else model
         # shards are not looked at here
         source = PretrainedSource(model, options.get("layers"), options.get("attention_only", False))
@@ -235,7 +237,9 @@ class LLM:
         if max_in_flight is None:
             max_in_flight = self.runner.layout.max_num_seqs
         if not is_integer(max_in_flight) or max_in_flight < 1:
-            raise ValueError(f"max_in_flight={max_in_flight!r}: an integer of at least 1")
+            raise ValueError(f"max_in_flight={max_in_flight!r:.80}: must be an integer of at least 1, or None")
+        if encode is not None and not callable(encode):
+            raise ValueError(f"encode={encode!r:.80}: must be a function that makes a prompt of an item, or None")
         recording = Recording.create(self.runner, **record)
         return self._completions(prompts, checked_params(params), encode, max_in_flight, progress, recording)
 
@@ -356,12 +360,16 @@ class LLM:
             options: ``thinking``, ``reasoning_effort``, ``tools``, ``tool_choice``, ``response_format``, ``documents``,
                 ``continue_final_message``, ``allow_special``; see `ChatOptions`.
         """
+        check_switches(stream=stream)
         prompt, _ = self.chat_prompt(messages, **options)
         params = with_response_format(params, messages, options)
         return self.stream(prompt, params) if stream else self.generate([prompt], params)[0]
 
     def chat_prompt(self, messages: list[dict], **options: Unpack[ChatOptions]) -> tuple[list[int], str]:
         """Token ids of a conversation, and which chat encoding made them."""
+        if unknown := sorted(options.keys() - ChatOptions.__annotations__.keys()):
+            supported = ", ".join(ChatOptions.__annotations__)
+            raise ValueError(f"no such options of a chat: {', '.join(unknown)}; there are {supported}")
         limit = self.runner.layout.max_model_len
         return build_prompt(self._need_tokenizer(), self.directory, messages, max_tokens=limit, **options)
 

@@ -33,7 +33,7 @@ from deepseek_attn.utils.device import to_device
 
 NOTHING_LEFT = (
     "no token is left to sample: allowed_token_ids, bad_words, min_tokens and logits_processors exclude every token of "
-    "the vocabulary together; loosen one of them"
+    "the vocabulary together, or a logits processor returned NaN or +inf; change one of them"
 )
 
 

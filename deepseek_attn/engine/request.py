@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deepseek_attn.cache.prefix import BlockKeys
+from deepseek_attn.config.options import is_integer
 from deepseek_attn.engine.completion import Completion
 from deepseek_attn.engine.drawing import CounterGenerator, make_generator
 from deepseek_attn.engine.logits import LogitsRow, LogitsRules, bad_word_ids
@@ -14,7 +15,7 @@ from deepseek_attn.engine.sampling import ResolvedParams, SamplingParams, checke
 from deepseek_attn.engine.stopping import StopChecker, with_stop_tokens
 from deepseek_attn.engine.structured import GrammarState, compiled_grammar
 from deepseek_attn.runner import ModelRunner, Sequence
-from deepseek_attn.runner.prompts import TokenIds, token_list
+from deepseek_attn.runner.prompts import TokenIds, shown, token_list
 from deepseek_attn.runner.record_store import RecordStore
 from deepseek_attn.runner.replay import Replay
 from deepseek_attn.runner.token_records import TokenRecords
@@ -116,6 +117,8 @@ class Request:
                 without a tokenizer.
         """
         params = checked_params(params).resolved(runner.generation.sampling)
+        if not is_integer(index):
+            raise ValueError(f"index={shown(index)}: must be an integer, which random numbers depend on")
         unknown = [token for token in params.stop_token_ids if token >= runner.config.vocab_size]
         if unknown:
             raise ValueError(f"stop_token_ids {unknown}: the vocabulary has {runner.config.vocab_size} tokens")

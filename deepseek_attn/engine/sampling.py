@@ -6,8 +6,10 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any, TypeGuard, cast
 
+import numpy as np
 import torch
 
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS, MAX_COMPLETIONS, REPETITION_PENALTIES
@@ -24,6 +26,7 @@ DEFAULTS = {
     "repetition_penalty": 1.0,
     "max_tokens": DEFAULT_MAX_TOKENS,
 }
+NUMBERS = (*DEFAULTS, "presence_penalty", "frequency_penalty", "min_tokens", "n", "seed", "logprobs", "prompt_logprobs")
 MAX_BIAS = 100.0  # of a token, as in OpenAI's API
 MAX_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 
@@ -102,7 +105,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self):
+        numbers = [(name, _plain_number(getattr(self, name))) for name in NUMBERS]
         for name, value in (
+            *numbers,
             ("stop", _one_or_several(self.stop, str)),
             ("stop_token_ids", _as_tuple(self.stop_token_ids)),
             ("logit_bias", _with_integer_keys(self.logit_bias)),
@@ -189,7 +194,7 @@ class SamplingParams:
             (
                 "seed",
                 self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MASK64),
-                "must be None or in [0, 2**64)",
+                "must be None or an integer in [0, 2**64)",
             ),
             ("stop_token_ids", _are_ids(self.stop_token_ids), "must be token ids, integers >= 0"),
             (
@@ -241,8 +246,18 @@ def checked_params(params: SamplingParams | None, supported: str = "SamplingPara
     return params
 
 
+def _plain_number(value):
+    """A number of NumPy as Python's; anything else as it is."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+
+
 def _as_tuple(value):
-    return tuple(value) if isinstance(value, (list, set, frozenset, range)) else value
+    """A tuple of a collection's members, with Python's numbers; anything else as it is."""
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        value = value.tolist()
+    return tuple(map(_plain_number, value)) if isinstance(value, (list, tuple, set, frozenset, range)) else value
 
 
 def _one_or_several(value, kind):
@@ -276,7 +291,10 @@ def _with_integer_keys(value):
     """A bias with the keys of a JSON object as integers; anything else, or a wrong key, as it is."""
     if not isinstance(value, Mapping):
         return {} if value is None else value
-    return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
+    return {
+        int(key) if isinstance(key, str) and key.isdecimal() else _plain_number(key): _plain_number(bias)
+        for key, bias in value.items()
+    }
 
 
 def _are_ids(value) -> bool:

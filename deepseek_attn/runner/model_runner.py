@@ -28,7 +28,7 @@ from deepseek_attn.runner.build import build_runner
 from deepseek_attn.runner.drafting import BlockDrafter, DraftRows
 from deepseek_attn.runner.graphs import DecodeRun, DraftTokens
 from deepseek_attn.runner.logprobs import TokenLogprobs, check_top
-from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
+from deepseek_attn.runner.options import RunnerOptions, check_runner_options, lists_options
 from deepseek_attn.runner.prompts import TokenIds, each_prompt, token_list
 from deepseek_attn.runner.record_store import RecordStore
 from deepseek_attn.runner.replay import Replay, Replayed
@@ -39,7 +39,7 @@ from deepseek_attn.runner.step import (
     StepOptions,
     StepOutput,
     check_batch,
-    check_ends,
+    check_options,
     check_query_lens,
 )
 from deepseek_attn.runner.step_runner import StepRunner
@@ -73,7 +73,7 @@ class ModelRunner(StepRunner):
         Raises:
             ValueError: the directory, the config, the tensors or the options are wrong; nothing is allocated.
         """
-        check_options("from_pretrained", options)
+        check_runner_options("from_pretrained", options)
         layers = options.get("layers")
         if layers is not None:
             options["layers"] = layers = as_list(layers, "layers: numbers of layers")
@@ -95,7 +95,7 @@ class ModelRunner(StepRunner):
         cls, config: AnyConfig | str | Path, *, seed: int = 0, **options: Unpack[RunnerOptions]
     ) -> ModelRunner:
         """Random weights for a config: the same tensors that ``make-checkpoint`` would write for this seed."""
-        check_options("from_config", options, "seed")
+        check_runner_options("from_config", options | {"seed": seed}, "seed")
         if isinstance(config, (str, Path)):
             config = ModelConfig.from_pretrained(config)
         if not isinstance(config, AnyConfig):
@@ -110,7 +110,7 @@ class ModelRunner(StepRunner):
     @lists_options()
     def from_source(cls, config: AnyConfig, source: CheckpointSource, **options: Unpack[RunnerOptions]) -> ModelRunner:
         """A model of this config with the weights of any `CheckpointSource`."""
-        check_options("from_source", options)
+        check_runner_options("from_source", options)
         return build_runner(cls, config, source, **options)
 
     @property
@@ -217,10 +217,10 @@ class ModelRunner(StepRunner):
             that were to compute more than ``max_rollback`` tokens are computed again from their first one.
         """
         model = self.whole_model()
+        check_batch(batch, self.layout)
+        check_options(batch, options)
         if options.mtp:
             self._need_drafter()
-        check_batch(batch, self.layout)
-        check_ends(batch, options.ends)
         if self.compilation is not None and not self.compilation.ended:
             self.compilation.step = [(n, sequence.num_computed + n) for sequence, n in batch]
         order = sorted(range(len(batch)), key=lambda i: batch[i][1] > self.decode_query_len)  # stable

@@ -11,9 +11,11 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.options import is_integer
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner.build import build_runner
+from deepseek_attn.runner.prompts import shown
 
 
 class RunnerOptions(TypedDict, total=False):
@@ -127,8 +129,10 @@ def explanations() -> dict[str, str]:
     return texts
 
 
-def check_options(where: str, options: Mapping[str, object], *others: str) -> None:
-    """Raises ValueError for names that are not options of a runner.
+def check_runner_options(where: str, options: Mapping[str, object], *others: str) -> None:
+    """Raises ValueError for names that are not options of a runner, and for values of another type.
+
+    Sizes, and names of devices, formats and impls, are checked where they are used.
 
     Args:
         where: the function that was given ``options``, for the message; others: its own keyword arguments.
@@ -137,3 +141,22 @@ def check_options(where: str, options: Mapping[str, object], *others: str) -> No
     unknown = sorted(set(options) - known)
     if unknown:
         raise ValueError(f"{where}: no such options: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    problems = []
+    for name in ("attention_only", "deterministic", "approximate_prefill", "compile_ahead", "progress"):
+        if not isinstance(options.get(name, False), bool):
+            problems.append(f"{name}={shown(options[name])}: must be True or False")
+    if not isinstance(options.get("cuda_graphs"), bool | None):
+        problems.append(f"cuda_graphs={shown(options['cuda_graphs'])}: must be True, False or None")
+    if not isinstance(options.get("parallel"), Parallel | None):
+        problems.append(f"parallel={shown(options['parallel'])}: must be of `parallel.launched`, or None")
+    for name in ("backend", "decode_backend", "prefill_backend"):
+        if not isinstance(options.get(name, "auto"), str if name == "backend" else str | None):
+            problems.append(f"{name}={shown(options[name])}: must be the name of an impl, which `info` lists")
+    for name, least in (("expected_drafts", 0), ("seed", None)):
+        value = options.get(name, 0)
+        if not is_integer(value) or (least is not None and value < least):
+            problems.append(
+                f"{name}={shown(value)}: must be an integer{'' if least is None else f' of at least {least}'}"
+            )
+    if problems:
+        raise ValueError("invalid options:\n  - " + "\n  - ".join(problems))

@@ -77,6 +77,8 @@ class Sequence:
         if not ids:
             raise ValueError("empty prompt: at least one token is needed (a plain prompt begins with the BOS token)")
         limits.check_length(len(ids))
+        if not isinstance(cache, SequenceCache | None):
+            raise ValueError(f"cache is {shown(cache)}: pass the SequenceCache of a sequence, or None")
         return cls(ids, manager.create() if cache is None else cache, manager, limits, fingerprint)
 
     @classmethod
@@ -116,8 +118,11 @@ class Sequence:
         Args:
             keep_pages: pages of the dropped tokens stay reserved for the tokens that will replace them.
         """
-        if not 0 <= length <= len(self.token_ids):
-            raise ValueError(f"truncate({length}) of a sequence of {len(self.token_ids)} tokens")
+        if not is_integer(length) or not 0 <= length <= len(self.token_ids):
+            tokens = len(self.token_ids)
+            raise ValueError(
+                f"truncate({shown(length)}) of a sequence of {tokens} tokens: an integer from 0 to {tokens}"
+            )
         if length < self.num_computed:
             self.manager.truncate(self.cache, length, keep_pages)
         del self.token_ids[length:]

@@ -246,10 +246,24 @@ def check_batch(batch: Batch, layout: CacheLayout) -> None:
     check_size(sum(n for _, n in batch), len(batch), layout)
 
 
-def check_ends(batch: Batch, ends: tuple[int, ...]) -> None:
+BY_SEQUENCE = ("allowed", "logprobs", "scored", "record", "replay", "ends")
+
+
+def check_options(batch: Batch, options: object) -> None:
+    """ValueError if `StepOptions` do not fit a batch."""
+    if not isinstance(options, StepOptions):
+        raise ValueError(f"a step takes StepOptions, got {shown(options)}")
+    if not is_integer(options.last) or options.last < 0:
+        raise ValueError(f"StepOptions.last: {shown(options.last)}; it is an integer of at least 0")
+    for name in BY_SEQUENCE:
+        given = getattr(options, name)
+        if len(given) not in (0, len(batch)):
+            raise ValueError(f"StepOptions.{name}: {len(given)} values for a batch of {len(batch)} sequences")
+    _check_ends(batch, options.ends)
+
+
+def _check_ends(batch: Batch, ends: tuple[int, ...]) -> None:
     """ValueError if `StepOptions.ends` do not fit a batch."""
-    if ends and len(ends) != len(batch):
-        raise ValueError(f"StepOptions.ends: {len(ends)} lengths for a batch of {len(batch)} sequences")
     for (sequence, n), end in zip(batch, ends, strict=bool(ends)):
         least, most = sequence.num_computed + n, len(sequence.token_ids)
         if not is_integer(end) or not least <= end <= most:

@@ -182,7 +182,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"character {error.start} of the text is {text[error.start]!r}, a lone surrogate"
+                f"character {error.start} of the text is {text[error.start]!r}, a lone surrogate, which stands "
+                "for a byte that is not UTF-8: pass UTF-8 text"
             ) from None
 
     @contextmanager

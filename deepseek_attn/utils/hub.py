@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revis
 CONFIG_FILE = "config.json"
 SHOWN = 8  # files that the remedy lists; for more it fetches the whole repository
 MAX_REASON = 300  # characters of the hub's own message
+
+
+def check_path(path: object, needed: str) -> None:
+    """ValueError for a path that is neither text nor a `Path`; ``needed`` begins the message."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"{needed}, got {path!r:.80} of type {type(path).__name__}")
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,12 @@ class HubModel:
 
     @classmethod
     def parse(cls, name: str | Path) -> HubModel | None:
-        """The repository ``org/name`` or ``org/name@revision``; None if a file or folder has this name."""
+        """The repository ``org/name`` or ``org/name@revision``; None if a file or folder has this name.
+
+        Raises:
+            ValueError: neither text nor a path.
+        """
+        check_path(name, "a model is named by its folder or hub id (org/name)")
         found = HUB_ID.fullmatch(name) if isinstance(name, str) and not Path(name).exists() else None
         return None if found is None else cls(found["repo"], found["revision"])
 

@@ -233,7 +233,7 @@ def test_score(checkpoint, place, capsys, flags, message):
         (("--prompts", "file", "--resume"), "--resume goes on from the lines of --out: name that file"),
         (("--prompt", "x", "--system", ""), "--system needs --chat"),
         (("--prompt", "x", "--stop-token-id", "99999"), "--stop-token-id 99999: the vocabulary has"),
-        (("--prompt", "x", "--temperature", "nan"), "--temperature nan: must be at least 0"),
+        (("--prompt", "x", "--temperature", "nan"), "--temperature nan: must be at least 0 and finite"),
         (("--prompt", "x", "--n", "1000000"), "--n 1000000: must be 1 to 16384"),
         (("--prompt", "x", "--repetition-penalty", "1e-300"), "--repetition-penalty 1e-300: must be 0.001 to 1000"),
     ],

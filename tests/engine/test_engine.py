@@ -299,6 +299,30 @@ def test_parameters_of_another_type_are_refused():
     assert pages_free(engine)
 
 
+def test_wrong_arguments_of_a_run_are_refused_and_leave_nothing():
+    engine = Engine(FakeRunner.create())
+    requests = [engine.add_request(tokens(5), greedy(2)) for _ in range(2)]
+    for given, most, message in (
+        (None, None, "an iterable of requests is needed, got None"),
+        (requests[0], None, "an iterable of requests is needed, got Request"),
+        (requests, 0, "max_in_flight=0: must be an integer of at least 1"),
+        (requests, 1.5, "max_in_flight=1.5"),
+        ([requests[0], 5], None, "a Request is needed, got 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(engine.run(untyped(given), untyped(most)))
+    for given in (None, 5):
+        with pytest.raises(ValueError, match=f"a Request is needed, got {given}"):
+            engine.cancel(untyped(given))
+    assert [request.finish_reason for request in requests] == ["abort", None], "the run that began cancelled its own"
+    finish(engine)
+    assert requests[1].finish_reason == "length"
+    assert pages_free(engine)
+    assert "index='x': must be an integer" in required(
+        engine.add_request(tokens(5), greedy(2), index=untyped("x")).error
+    )
+
+
 def test_a_request_runs_once_and_in_its_own_engine():
     runner = FakeRunner.create()
     engine, other, elsewhere = Engine(runner), Engine(runner), Engine(FakeRunner.create())

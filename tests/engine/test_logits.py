@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -239,6 +240,26 @@ def test_the_most_extreme_penalties_leave_finite_logits(penalty):
 def test_values_out_of_range_are_named(params, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**params)
+
+
+def test_numbers_of_numpy_are_numbers():
+    """As a loop over an array, or a cell of a table, gives them."""
+    given = {
+        "temperature": np.float32(0.5), "top_p": np.float64(0.5), "top_k": np.int32(3), "max_tokens": np.int64(9),
+        "min_tokens": np.uint8(2), "n": np.int64(2), "seed": np.uint64(2**64 - 1), "stop_token_ids": np.array([3, 4]),
+        "allowed_token_ids": [np.int64(5)], "bad_words": [np.array([6, 7]), [np.int16(8)]],
+        "logit_bias": {np.int64(3): np.float32(0.25)}, "logprobs": np.int64(1),
+    }  # fmt: skip
+    params, plain = SamplingParams(**untyped(given)), {
+        "temperature": 0.5, "top_p": 0.5, "top_k": 3, "max_tokens": 9, "min_tokens": 2, "n": 2, "seed": 2**64 - 1,
+        "stop_token_ids": (3, 4), "allowed_token_ids": (5,), "bad_words": ((6, 7), (8,)), "logit_bias": {3: 0.25},
+        "logprobs": 1,
+    }  # fmt: skip
+    assert params == SamplingParams(**untyped(plain))
+    assert {type(getattr(params, name)) for name in ("temperature", "max_tokens", "seed")} == {int, float}
+    for wrong in ({"max_tokens": np.float32(3)}, {"top_k": np.bool_(True)}, {"stop_token_ids": np.array([0.5])}):
+        with pytest.raises(ValueError, match="invalid sampling parameters"):
+            SamplingParams(**untyped(wrong))
 
 
 def test_what_depends_on_the_model_is_checked_before_anything_runs(llm):

@@ -9,6 +9,7 @@ import pytest
 
 from deepseek_attn import LLM, ModelConfig, ModelRunner
 from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.runner import StepOptions
 from deepseek_attn.runner.build import build_runner
 from deepseek_attn.runner.options import RunnerOptions
 from tests.support.typed import untyped
@@ -68,3 +69,73 @@ def test_known_options_arrive():
     ):
         assert [spec.name for spec in runner.backbone_layers] == ["layers.1"]
         assert runner.layout.max_num_seqs == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_only": "no"}, "attention_only='no': must be True or False"),
+        ({"deterministic": 1}, "deterministic=1: must be True or False"),
+        ({"progress": None}, "progress=None: must be True or False"),
+        ({"cuda_graphs": "no"}, "cuda_graphs='no': must be True, False or None"),
+        ({"backend": None}, "backend=None: must be the name of an impl"),
+        ({"decode_backend": 5}, "decode_backend=5: must be the name of an impl"),
+        ({"expected_drafts": -1}, "expected_drafts=-1: must be an integer of at least 0"),
+        ({"parallel": 5}, "parallel=5: must be of `parallel.launched`"),
+        ({"seed": None}, "seed=None: must be an integer"),
+        ({"seed": 1.5, "compile_ahead": 0}, "compile_ahead=0.*seed=1.5"),
+    ],
+    ids=str,
+)
+def test_values_of_another_type_are_refused_before_anything_is_read(options, message):
+    with pytest.raises(ValueError, match=f"(?s)^invalid options:.*{message}"):
+        ModelRunner.from_config("absent", **options)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"tiny", {}])
+def test_a_place_that_is_not_a_path_is_named(path):
+    kind = type(path).__name__
+    for call, needed in (
+        (LLM if path is not None else ModelRunner.from_pretrained, "a model is named by its folder"),
+        (ModelRunner.from_pretrained, "a model is named by its folder"),
+        (ModelConfig.from_pretrained, "a config is named by its folder"),
+    ):
+        with pytest.raises(ValueError, match=f"{needed}.* of type {kind}"):
+            untyped(call)(path)
+
+
+@pytest.mark.parametrize("speculate", [-1, 1.5, "2", True, None])
+def test_a_wrong_number_of_drafts_is_named_before_anything_is_read(speculate):
+    with pytest.raises(ValueError, match=f"speculate={speculate!r}: must be an integer of at least 0"):
+        LLM("absent", speculate=speculate)
+
+
+def test_wrong_options_of_a_step_change_nothing():
+    """Nor do a wrong length of `Sequence.truncate` and a wrong cache; the same calls made right follow."""
+    runner = ModelRunner.from_config("tiny", layers=[0], max_model_len=64, max_num_seqs=2, device="cpu")
+    free, expected = runner.manager.available_pages(), runner.score([[2, 3, 4, 5]])[0]
+    a, b = runner.sequence([2, 3, 4, 5]), runner.sequence([6, 7])
+    for options, message in (
+        (None, "a step takes StepOptions, got None"),
+        ({"last": 1}, "a step takes StepOptions, got {'last': 1}"),
+        (StepOptions(last=-1), "StepOptions.last: -1"),
+        (StepOptions(last=untyped("x")), "StepOptions.last: 'x'"),
+        (StepOptions(greedy=True, logprobs=(1,)), "StepOptions.logprobs: 1 values for a batch of 2 sequences"),
+        (StepOptions(scored=(None,) * 3), "StepOptions.scored: 3 values"),
+        (StepOptions(ends=(4,)), "StepOptions.ends: 1 values"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runner.step([(a, 4), (b, 2)], untyped(options))
+    logits = runner.step([(a, 4), (b, 2)], StepOptions(all_logits=True)).rows[0]
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    for length in (2.5, None, "1", True, -1, 5):
+        with pytest.raises(ValueError, match="of a sequence of 4 tokens: an integer from 0 to 4"):
+            a.truncate(untyped(length))
+    assert (a.num_computed, a.token_ids) == (4, [2, 3, 4, 5])
+    with pytest.raises(ValueError, match="cache is 5: pass the SequenceCache of a sequence"):
+        runner.sequence([1], cache=untyped(5))
+    with pytest.raises(ValueError, match="a saved sequence is named by its file, got None"):
+        runner.load_sequence(untyped(None))
+    a.free()
+    b.free()
+    assert runner.manager.available_pages() == free
