@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,30 +95,6 @@ def constant(value: float) -> Tensor:
 
 def freqs_cis_at(cos_sin: Tensor, positions: Tensor) -> Tensor:
     """``cos + i sin`` at ``positions [T]``: complex64 ``[T, n]`` of a float32 table ``[max_positions, 2 n]``."""
-    if positions.shape[0] > FEW_TOKENS or positions.device.type != "cpu" or not torch.is_inference_mode_enabled():
-        return _gather_freqs_cis(cos_sin, positions)
-    recent, values = _recent.get(id(cos_sin)), positions.tolist()
-    if recent is None or recent.table() is not cos_sin or recent.positions != values:
-        if len(_recent) == MANY_TABLES:
-            _recent.clear()
-        recent = _Recent(weakref.ref(cos_sin), values, _gather_freqs_cis(cos_sin, positions))
-        _recent[id(cos_sin)] = recent
-    return recent.freqs_cis
-
-
-class _Recent(NamedTuple):
-    """Cached `freqs_cis_at` of few positions on a CPU: all layers of a decode step call it with the same positions."""
-
-    table: weakref.ref
-    positions: list[int]
-    freqs_cis: Tensor
-
-
-FEW_TOKENS, MANY_TABLES = 4, 16
-_recent: dict[int, _Recent] = {}
-
-
-def _gather_freqs_cis(cos_sin: Tensor, positions: Tensor) -> Tensor:
     cos, sin = cos_sin.index_select(0, positions).split_with_sizes([cos_sin.shape[-1] // 2] * 2, dim=-1)
     return torch.complex(cos, sin)
 

@@ -172,17 +172,3 @@ def test_layers_with_the_same_frequencies_share_a_table():
         assert (table is tables[1]) == compressed
         assert table.spec == layer.rope
         assert table.cos_sin.shape == (50, 64)
-
-
-def test_few_positions_are_remembered_by_value():
-    """In a decode step all layers of a table share one gather, until positions or the table are others."""
-    table, other, positions = RotaryTable(YARN, 300), RotaryTable(PLAIN, 300), torch.tensor([7])
-    expected = {(which, at): which.at(torch.tensor([at])).clone() for which in (table, other) for at in (7, 8)}
-    with torch.inference_mode():
-        first = table.at(positions)
-        assert table.at(positions.clone()) is first
-        assert torch.equal(other.at(positions), expected[other, 7])
-        positions += 1
-        assert torch.equal(table.at(positions), expected[table, 8])
-        assert torch.equal(other.at(positions), expected[other, 8])
-    assert not table.at(positions).is_inference()
