@@ -96,30 +96,23 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = tor
 
 
 def paged_index_scores(
-    queries: IndexQueries,
-    keys: PagedIndexKeys,
-    num_visible: Tensor,
-    width: int | None = None,
-    skip: int = 0,
-    out: Tensor | None = None,
+    queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, width: int | None = None
 ) -> Tensor:
     """Scores of each query against the first ``num_visible[t]`` entries of its request, read from pages.
 
     Args:
         num_visible: integer ``[T]``, entries that a query may see.
         width: columns of the result, by default all entries that fit the block table.
-        skip: rows that see this many entries or fewer get no scores, because all of them will be selected anyway.
-        out: float32 ``[T, width]`` with contiguous rows, to write to.
 
     Returns:
-        float32 ``[T, width]``. Columns from ``num_visible[t]`` on, and rows without scores, are -inf in plain torch
-        and not written in Triton. A NaN key has a NaN score. A token's scores do not depend on the batch.
+        float32 ``[T, width]``. Columns from ``num_visible[t]`` on are -inf in plain torch and not written in Triton. A
+        NaN key has a NaN score. A token's scores do not depend on the batch.
 
     Raises:
         ValueError: tensors or a record that the kernels do not take.
     """
     ops = triton_ops if _scored_in_triton(queries) else torch_ops
-    return ops.paged_index_scores(queries, keys, num_visible, width, skip, out)
+    return ops.paged_index_scores(queries, keys, num_visible, width)
 
 
 def topk_indices(scores: Tensor, lens: Tensor, k: int) -> Tensor:

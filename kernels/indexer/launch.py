@@ -175,14 +175,12 @@ def index_select(
 
 
 def paged_index_scores(
-    queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, width: int | None = None, skip: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, width: int | None = None
+) -> Tensor:
     """`kernels.indexer.paged_index_scores` in Triton."""
     T, width = len(queries.q), checked_width(queries, keys, num_visible, width)
-    out = torch.empty(T, width, dtype=torch.float32, device=queries.q.device) if out is None else out
-    check("out", out, (T, width), torch.float32, rows=True)
-    launch_scores(queries, keys, num_visible, skip, out)
+    out = torch.empty(T, width, dtype=torch.float32, device=queries.q.device)
+    launch_scores(queries, keys, num_visible, 0, out)
     return out
 
 

@@ -121,20 +121,13 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = tor
 
 @torch.no_grad()
 def paged_index_scores(
-    queries: IndexQueries,
-    keys: PagedIndexKeys,
-    num_visible: Tensor,
-    width: int | None = None,
-    skip: int = 0,
-    out: Tensor | None = None,
+    queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, width: int | None = None
 ) -> Tensor:
     """`kernels.indexer.paged_index_scores` in plain torch: keys are gathered once per request, scored by query."""
     width = keys.block_table.shape[1] * keys.entries if width is None else width
     q = queries.q
-    out = torch.empty(q.shape[0], width, dtype=torch.float32, device=q.device) if out is None else out
-    out.fill_(float("-inf"))
-    lens = num_visible.clamp(max=width)
-    lens = torch.where(lens > skip, lens, 0).tolist()
+    out = torch.full((len(q), width), float("-inf"), dtype=torch.float32, device=q.device)
+    lens = num_visible.clamp(max=width).tolist()
     for request, first, stop in _request_runs(keys.token_to_req):
         entries = _gather_keys(keys, _entry_slots(keys, request, max(lens[first:stop])))
         for t in range(first, stop):
