@@ -27,7 +27,8 @@ from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedInd
 from deepseek_attn.kernels.indexer import launch as indexer_launch
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight
 from deepseek_attn.kernels.latent import launch as latent
-from deepseek_attn.kernels.linear import Segment, linear
+from deepseek_attn.kernels.linear import Segment
+from deepseek_attn.kernels.linear import launch as linear
 from deepseek_attn.kernels.moe import launch as moe
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import CAPABILITIES

@@ -74,7 +74,7 @@ def test_the_hopper_kernel_for_decode_steps_compiles(fmt, page, tokens, tmp_path
 
 
 def chosen(gpu=HOPPER, key_format="fp8", T=4096, B=1, width=2048, H=64, dim=128, **flags):
-    return SCORES.plan(ScoresProblem(T, B, width, H, dim, key_format, **flags), gpu).choice
+    return SCORES.plan(ScoresProblem(T, B, width, H, dim, key_format, **flags), gpu)
 
 
 def test_which_scores_eight_tokens_at_a_time():
