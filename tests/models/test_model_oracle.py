@@ -29,34 +29,42 @@ from tests.support.small_models import (
 from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import of_type, required
 
-LENGTHS = (1, 3, 4, 5, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300, 530)
+LENGTHS = (1, 3, 4, 5, 15, 16, 17, 127, 128, 129, 257)
+LONG = (255, 256, 300, 530)
+QUICK_LENGTHS = [("tiny", n) for n in LENGTHS]
 
 
 class Tiny:
-    """The tiny preset: one checkpoint, two long prompts with their references, all lengths scored in one batch."""
+    """The tiny preset: one checkpoint, two prompts with their references, all lengths scored in one batch."""
 
-    def __init__(self):
+    def __init__(self, lengths: tuple[int, ...]):
         self.config = of_type(ModelConfig.from_preset("tiny"), ModelConfig)
         self.source = RandomSource(self.config, 0)
-        self.runner = small_runner(self.config, self.source, max_model_len=530, max_num_seqs=len(LENGTHS))
-        self.prompts = [prompt(self.config, 530, seed) for seed in (0, 1)]
+        self.runner = small_runner(self.config, self.source, max_model_len=530, max_num_seqs=len(lengths))
+        self.prompts = [prompt(self.config, max(lengths), seed) for seed in (0, 1)]
         oracle = TransformersOracle(self.config, self.source)
         self.references = [oracle(tokens) for tokens in self.prompts]
         # neighbours in the batch have different tokens, so that reading another request's cache would show
-        batch = [self.prompts[i % 2][:length] for i, length in enumerate(LENGTHS)]
-        self.scores = dict(zip(LENGTHS, self.runner.score(batch), strict=True))
+        batch = [self.prompts[i % 2][:length] for i, length in enumerate(lengths)]
+        self.scores = dict(zip(lengths, self.runner.score(batch), strict=True))
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Tiny:
-    return Tiny()
+    return Tiny(LENGTHS)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_tiny_equals_transformers(tiny, length):
-    reference = tiny.references[LENGTHS.index(length) % 2]
+@pytest.fixture(scope="module")
+def long() -> Tiny:
+    return Tiny(LONG)
+
+
+@pytest.mark.parametrize(("model", "length"), tiered(QUICK_LENGTHS + [("long", n) for n in LONG], QUICK_LENGTHS))
+def test_tiny_equals_transformers(request, model, length):
+    model = request.getfixturevalue(model)
+    reference = model.references[list(model.scores).index(length) % 2]
     assert_no_near_tie(reference)
-    assert_close(tiny.scores[length], reference.logits[:length])
+    assert_close(model.scores[length], reference.logits[:length])
 
 
 @pytest.mark.parametrize("which", tiered([0, 1], [1]))
@@ -75,7 +83,7 @@ def test_tiny_choices_equal_transformers(tiny, which):
 
 @pytest.mark.exhaustive
 def test_brute_force_equals_transformers(tiny):
-    tokens = tiny.prompts[0][:300]
+    tokens = tiny.prompts[0]
     dense = DenseOracle(tiny.config, tiny.source)(tokens)
     reference = tiny.references[0]
     assert_close(required(dense.logits), reference.logits[:300])

@@ -26,7 +26,7 @@ from tests.support.small_models import prompt, small_config, small_runner
 from tests.support.tiers import tiered
 from tests.support.typed import required, untyped
 
-LENGTHS = (23, 1, 9)
+LENGTHS = (23, 1, 5)
 
 
 def v4():

@@ -38,11 +38,11 @@ CHUNKS = (None, 13)
 
 
 def texts_of(runner: ModelRunner) -> list[list[int]]:
-    return [prompt(runner.config, length, seed) for seed, length in enumerate((1, 33, 70))]
+    return [prompt(runner.config, length, seed) for seed, length in enumerate((1, 33, 66))]
 
 
 def generated(runner: ModelRunner, drafts: int) -> list[tuple[int, ...]]:
-    params = SamplingParams(max_tokens=9, temperature=0.0)
+    params = SamplingParams(max_tokens=5, temperature=0.0)
     return complete(runner, [(text, params) for text in texts_of(runner)], drafts)[0]
 
 

@@ -62,10 +62,10 @@ def test_truncate_bit_for_bit(length, numerics):
     """The same steps with and without a detour that is taken back."""
     runner = shared_runner(KINDS[numerics], numerics)
     tokens, suffix = prompt(runner.config, 136, seed=4), prompt(runner.config, 12, seed=5)
-    sizes = [120] + [1] * (length - 120)
-    expected = fresh(runner, tokens[:length] + suffix, sizes + [1] * 10 + [2])
+    start = min(length - 3, 125)
+    expected = fresh(runner, tokens[:length] + suffix, [start] + [1] * (length - start) + [1] * 10 + [2])
     sequence = runner.sequence(tokens)
-    advance(runner, sequence, [120] + [1] * 16)
+    advance(runner, sequence, [start] + [1] * (136 - start))
     sequence.truncate(length)
     extend(sequence, suffix[:4])
     logits = [advance(runner, sequence, [1] * 4)]

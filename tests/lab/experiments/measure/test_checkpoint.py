@@ -25,7 +25,7 @@ LATE = ",".join([*OWN.split(",")[:-1], "128"])  # another ratio in the last laye
 
 
 def settings(layers: int = 0, at_once: int = 0) -> CheckpointSettings:
-    return CheckpointSettings("tiny", None, 100, 51, layers, at_once)
+    return CheckpointSettings("tiny", None, 60, 51, layers, at_once)
 
 
 VARIANTS = {

@@ -44,14 +44,22 @@ def units(tmp_path_factory):
     return make_units(experiment(tmp_path_factory.mktemp("file")), "cpu")
 
 
+class Alone(dict):
+    """Results of trainings of the first task by their paths, each trained alone when it is first asked for."""
+
+    def __init__(self, folder, units):
+        super().__init__()
+        self.folder, self.units, self.work = folder, {unit.path: unit for unit in units}, UnitWork(folder, "cpu", 1)
+
+    def __missing__(self, path):
+        self.work(Group((self.units[path],), False), lambda part: None)
+        self[path] = found = without_times(read_record(self.folder, self.units[path]))
+        return found
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, units):
-    """Results of the trainings of the first task, each alone."""
-    folder = tmp_path_factory.mktemp("whole")
-    work = UnitWork(folder, "cpu", 1)
-    for unit in units[:6]:
-        work(Group((unit,), False), lambda part: None)
-    return {unit.path: without_times(read_record(folder, unit)) for unit in units[:6]}
+    return Alone(tmp_path_factory.mktemp("whole"), units[:6])
 
 
 def test_groups_are_trainings_of_one_task(units):
