@@ -308,7 +308,7 @@ RULES = {
     "bias": {"logit_bias": {7: 4.0, 30: -5.0, 100: 3.5}},
     "allowed": {"allowed_token_ids": range(20, 60), "presence_penalty": 1.0, "temperature": 1.5},
     "bad words": {"bad_words": [[i] for i in range(0, 500, 3)]},
-    "min tokens": {"min_tokens": 9, "ignore_eos": False, "stop_token_ids": range(2, 500, 3)},
+    "min tokens": {"min_tokens": 6, "ignore_eos": False, "stop_token_ids": range(2, 500, 3)},
     "functions": {"logits_processors": [later], "temperature": 0.8},
     "min-p": {"min_p": 0.4, "temperature": 1.3},
     "repetition": {"repetition_penalty": 1.8, "temperature": 1.0},
@@ -319,7 +319,7 @@ RULES = {
         "top_p": 0.9,
     },
 }  # fmt: skip
-COUNT = 14
+COUNT = 10
 
 
 def params_of(name):

@@ -39,13 +39,13 @@ def fp4_weight(out_features, in_features):
     """(packed bytes, e8m0 bytes, values in float64 by the definition of the format)."""
     packed, scale = quantize_fp4(torch.randn(out_features, in_features))
     byte = encode_e8m0(scale)
-    values = torch.empty(out_features, in_features, dtype=torch.float64)
-    for i in range(out_features):
+    values = []
+    for codes, exponents in zip(packed.tolist(), byte.tolist(), strict=True):
         for j in range(in_features):
-            nibble = int(packed[i, j // 2]) >> 4 * (j % 2) & 15
+            nibble = codes[j // 2] >> 4 * (j % 2) & 15
             sign = -1 if nibble & 8 else 1
-            values[i, j] = sign * FP4_VALUES[nibble & 7] * 2.0 ** (int(byte[i, j // 32]) - 127)
-    return packed, byte, values
+            values.append(sign * FP4_VALUES[nibble & 7] * 2.0 ** (exponents[j // 32] - 127))
+    return packed, byte, torch.tensor(values, dtype=torch.float64).view(out_features, in_features)
 
 
 WEIGHTS = {"fp8": fp8_weight, "fp4": fp4_weight}

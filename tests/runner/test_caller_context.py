@@ -127,8 +127,8 @@ def runner_of(family: str, **options) -> ModelRunner:
 
 def scored(runner: ModelRunner) -> list[Tensor]:
     """Prefill, prefill beside decodes, and decodes of few tokens."""
-    prompts = [prompt(runner.config, 43), prompt(runner.config, 3, seed=1)]
-    logits = runner.score(prompts) + runner.score([prompts[0][:7]], chunk_size=1)
+    prompts = [prompt(runner.config, 23), prompt(runner.config, 3, seed=1)]
+    logits = runner.score(prompts) + runner.score([prompts[0][:3]], chunk_size=1)
     return logits + runner.score_mtp([prompts[0]])[1] if runner.config.model_type == "deepseek_v4" else logits
 
 

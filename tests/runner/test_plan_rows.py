@@ -34,7 +34,7 @@ from tests.support.v41_cases import FOUR_LAYERS
 
 H100 = GPU((9, 0), 132)
 GPUS = [H100, GPU((8, 0), 108), GPU((8, 9), 142), GPU((10, 0), 148), GPU((12, 0), 188)]
-FEWER = {"num_hidden_layers": 4, "n_routed_experts": 64}
+FEWER = {"num_hidden_layers": 4, "n_routed_experts": 32}
 MODELS = {
     "v4_flash": FEWER, "v32": FEWER,
     "v41_flash": FEWER | FOUR_LAYERS | {"engram_num_embeddings": [384006168]},

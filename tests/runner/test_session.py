@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from types import SimpleNamespace
 
 import pytest
@@ -30,9 +31,21 @@ def make_runner(family: str = "V4", layers: tuple[int, ...] = (1,), **options) -
     return runner
 
 
+made_once = lru_cache(make_runner)
+
+
+def shared_runner(family: str = "V4") -> ModelRunner:
+    """One runner for many tests; the sequences of earlier tests are freed."""
+    runner = made_once(family)
+    for holder in list(runner.manager._holders.values()):
+        if (cache := holder()) is not None:
+            runner.manager.free(cache)
+    return runner
+
+
 @pytest.fixture(params=tiered(CONFIGS, ["V4"]))
 def session(request) -> LayerSession:
-    return LayerSession(make_runner(request.param))
+    return LayerSession(shared_runner(request.param))
 
 
 def hidden(session: LayerSession, *length: int) -> torch.Tensor:
@@ -199,7 +212,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
 
 @pytest.mark.parametrize("misuse", REFUSED)
 def test_misuse_of_the_session(misuse):
-    session = LayerSession(make_runner())
+    session = LayerSession(shared_runner())
     sequence, x = session.sequence(), hidden(session, 40)
     expected = sequence.fork().run(x)
     sequence.run(x[:20])
@@ -250,7 +263,7 @@ class ByHand:
     """manager, step_metadata and layer, called one by one; ``cache`` holds 20 tokens."""
 
     def __init__(self, family: str):
-        self.runner = make_runner(family)
+        self.runner = shared_runner(family)
         self.manager, self.layer = self.runner.manager, self.runner.model.layers["1"]
         self.cache = self.manager.create()
         self.x = torch.randn(200, self.runner.config.hidden_size)
