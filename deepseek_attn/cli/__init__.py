@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import logging
@@ -50,6 +51,7 @@ COMMANDS = {
     "train": Command(f"{LABORATORY}.commands.train", "train a small model from scratch"),
     "experiment": Command(f"{LABORATORY}.commands.experiment", "compare compress-ratio schedules"),
 }
+FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name)}  # of a write
 BROKEN_PIPE = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 
@@ -179,6 +181,8 @@ def explanation(error: Exception) -> str | None:
     if "Invalid log settings" in str(error):  # raised while torch is imported; pages of settings follow the first line
         value = os.environ.get("TORCH_LOGS", "")
         return f"the environment variable TORCH_LOGS is {value[:80]!r}, which torch refuses: TORCH_LOGS=help lists more"
+    if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+        return f"standard output, or another open file, cannot be written: {error.strerror}"
     if isinstance(error, (ValueError, OSError)):
         return str(error)
     from deepseek_attn.config.options import is_out_of_memory  # imports torch

@@ -39,6 +39,7 @@ from deepseek_attn.runner.step import (
     StepOptions,
     StepOutput,
     check_batch,
+    check_decode_query_len,
     check_options,
     check_query_lens,
 )
@@ -291,6 +292,7 @@ class ModelRunner(StepRunner):
             ValueError: the lengths exceed a step of this runner, or a prompt comes before a decode.
             RuntimeError: pages are not reserved, or the previous step was not committed.
         """
+        check_decode_query_len(decode_query_len)
         check_query_lens(caches, query_lens, self.layout)
         self.manager.check_reserved(list(zip(caches, query_lens, strict=True)))
         total, counts = sum(query_lens), list(query_lens)

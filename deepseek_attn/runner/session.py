@@ -14,7 +14,7 @@ from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.step_batch import check_hidden_states
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.model_runner import ModelRunner
-from deepseek_attn.runner.step import check_query_lens
+from deepseek_attn.runner.step import check_decode_query_len, check_query_lens
 from deepseek_attn.utils.turns import in_turn
 
 
@@ -44,7 +44,7 @@ class LayerSession:
             ``[T, index_topk]`` in the order of ``x``, -1 for none.
 
     Raises:
-        ValueError: layers that the runner does not hold.
+        ValueError: layers that the runner does not hold, or a wrong ``decode_query_len``.
     """
 
     def __init__(self, runner: ModelRunner, layers: Iterable[int] | None = None, decode_query_len: int | None = None):
@@ -56,6 +56,7 @@ class LayerSession:
         missing = [layer for layer in self.layers if layer not in loaded]
         if missing or not self.layers or len(set(self.layers)) < len(self.layers):
             raise ValueError(f"layers={self.layers}: this runner holds layers {loaded}; name at least one, each once")
+        check_decode_query_len(decode_query_len)
         self.runner, self.turns = runner, runner.turns
         self.decode_query_len = runner.decode_query_len if decode_query_len is None else decode_query_len
         self.attention = {layer: attention[layer] for layer in self.layers}

@@ -283,6 +283,12 @@ def check_size(num_tokens: int, num_sequences: int, layout: CacheLayout) -> None
         )
 
 
+def check_decode_query_len(length: object) -> None:
+    """ValueError for a wrong ``decode_query_len``; None is the runner's."""
+    if length is not None and (not is_integer(length) or length < 0):
+        raise ValueError(f"decode_query_len={shown(length)}: must be an integer of at least 0, or None")
+
+
 def check_query_lens(caches: list[SequenceCache], query_lens: list[int], layout: CacheLayout) -> None:
     """ValueError if the next ``query_lens`` tokens of sequences cannot be one step of a runner with this layout."""
     wrong = [n for n in query_lens if not is_integer(n) or n < 0]

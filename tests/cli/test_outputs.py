@@ -221,5 +221,6 @@ def test_help_that_cannot_be_written(command, buffered):
             env=os.environ | {"PYTHONUNBUFFERED": buffered},
         )  # fmt: skip
     assert result.returncode == 2
-    assert result.stderr.endswith("error: [Errno 28] No space left on device\n")
+    message = "error: standard output, or another open file, cannot be written: No space left on device\n"
+    assert result.stderr.endswith(message)
     assert result.stderr.count("\n") == 1

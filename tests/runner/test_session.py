@@ -372,3 +372,11 @@ def test_steps_of_a_runner_are_not_watched():
     runner = ModelRunner.from_config("tiny", layers=[0, 1], device="cpu", max_model_len=64, max_num_seqs=2)
     runner.score([[1, 2, 3]], chunk_size=1)
     assert [block.attn.step.batch for block in runner.model.layers.values()] == [None, None]
+
+
+@pytest.mark.parametrize("length", [-1, 1.5, "x", True])
+def test_a_wrong_decode_query_len_is_refused(length):
+    runner = ModelRunner.from_config("tiny", layers=[0], attention_only=True, max_model_len=64, device="cpu")
+    for call in (LayerSession, lambda runner, _, length: runner.step_metadata([], [], None, length)):
+        with pytest.raises(ValueError, match=f"decode_query_len={length!r}: must be an integer of at least 0, or None"):
+            call(runner, None, length)

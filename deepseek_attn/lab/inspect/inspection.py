@@ -66,6 +66,8 @@ def inspect_attention(
     Raises:
         ValueError: wrong arguments, or attention weights that are not finite. OutOfPages: too few free pages.
     """
+    if not isinstance(runner, ModelRunner):
+        raise ValueError(f"runner is of type {type(runner).__name__}: pass a ModelRunner; of an LLM, its `runner`")
     if runner.parallel.world > 1:
         raise ValueError("each rank holds some of the heads: inspect with a runner on one rank, without `parallel`")
     if runner.one_by_one:

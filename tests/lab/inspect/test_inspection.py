@@ -17,7 +17,7 @@ from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.testing import layer_reference
 from tests.support import small_models, v32_cases
 from tests.support.tiers import tiered
-from tests.support.typed import required
+from tests.support.typed import required, untyped
 
 LENGTH = 67
 V4: dict[str, Any] = {"ratios": [0, 4, 16], "index_topk": 6}
@@ -326,6 +326,11 @@ def test_a_runner_that_computes_one_token_at_a_time():
     runner = make_runner("V4", 50, deterministic=True)
     with pytest.raises(ValueError, match="deterministic=True"):
         inspect_attention(runner, tokens_of(runner))
+
+
+def test_a_runner_of_another_type():
+    with pytest.raises(ValueError, match="runner is of type NoneType: pass a ModelRunner"):
+        inspect_attention(untyped(None), [1, 2])
 
 
 @pytest.mark.parametrize(("tokens", "message"), [([], "empty prompt"), ([10**9], "vocabulary"), ([1] * 500, "exceeds")])

@@ -242,6 +242,7 @@ def do(task: Task, unit: Work) -> Finished:
     try:
         task(unit, report)
     except Exception as problem:
-        traceback.print_exc()
+        with suppress(OSError):  # a full disk must not hide the reason
+            traceback.print_exc()
         error, reasons = f"{type(problem).__name__}: {problem}", getattr(problem, "reasons", {})
     return Finished(seconds_since(start), error, reasons)

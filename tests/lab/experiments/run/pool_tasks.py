@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 
 def act(unit, report):
@@ -19,7 +21,9 @@ def act(unit, report):
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "hang":
         time.sleep(600)
-    if action == "error":
+    if action == "full":  # the disk that the log is on
+        sys.stderr = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
+    if action in ("error", "full"):
         raise ValueError("no")
 
 

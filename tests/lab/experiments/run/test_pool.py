@@ -82,11 +82,11 @@ def test_units_share_processes_and_some_run_alone(tmp_path):
 
 @pytest.mark.parametrize("jobs", tiered([1, 2], [2]))
 def test_errors_and_crashes_cost_their_own_unit_only(tmp_path, jobs):
-    results = run(tmp_path, ["ok/0", "crash/1", "error/2", "killed/3"], jobs)
+    results = run(tmp_path, ["ok/0", "crash/1", "error/2", "full/3", "killed/4"], jobs)
     assert results["ok/0"] is None
-    assert results["error/2"] == "ValueError: no"
+    assert results["error/2"] == results["full/3"] == "ValueError: no"
     assert "ended with code 7; see " in results["crash/1"]
-    assert "ended with code -9; see " in results["killed/3"]
+    assert "ended with code -9; see " in results["killed/4"]
     assert any("ValueError: no" in log.read_text() for log in tmp_path.iterdir()), "no traceback in the log"
 
 
