@@ -34,7 +34,7 @@ def experiment(folder, **changes):
     raw |= {"name": "small", "seeds": [0], "jobs": 1, "model_time": None}
     raw["cost"] = {"model": "tiny", "numerics": "exact", "contexts": [64, 256], "repeats": 2, "prefill": 8, "batch": 1}
     raw["train"] |= {
-        "tasks": {"recall": {"gap": 16, "symbols": 16, "pairs": 2, "steps": 8}},
+        "tasks": {"recall": {"gap": 16, "symbols": 16, "pairs": 2, "steps": 4}},
         "batch": 2,
         "seq_len": 32,
         "lengths": [1, 2],
