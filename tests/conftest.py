@@ -109,8 +109,8 @@ def pytest_collection_finish() -> None:
     torch.set_num_threads(1)  # as the environment says, unless a plugin has imported torch before
     KeptWeights().install()
     # To each logger that does not propagate pytest adds a handler six times a test, and torch has 40 of them.
-    for name, logger in list(logging.root.manager.loggerDict.items()):
-        if name.startswith("torch") and isinstance(logger, logging.Logger):
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
             logger.propagate = True
     gc.collect()
     gc.freeze()

@@ -85,14 +85,13 @@ def params_of(kind, **options):
     return SamplingParams(**{"max_tokens": 250, "seed": 4, kind: STRUCTURES[kind][0]} | options)
 
 
+SAMPLED: dict[str, Any] = {"temperature": 2.5}
+PLAIN: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1.5}
+ASKED = [*((kind, SAMPLED) for kind in STRUCTURES), ("json_schema", PLAIN), ("grammar", PLAIN)]
 JOBS = [
     ([max(token, 20) for token in prompt(5 + 9 * i, i)], params_of(kind, **options))
-    for i, (kind, options) in enumerate(
-        (kind, options)
-        for kind in STRUCTURES
-        for options in ({"temperature": 2.5}, {"temperature": 0, "repetition_penalty": 1.5})
-    )
-]  # fmt: skip
+    for i, (kind, options) in enumerate(ASKED)
+]
 JOBS.append((prompt(20, 99), SamplingParams(seed=4, max_tokens=30, ignore_eos=True)))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from tests.support.tiers import tiered
 
@@ -95,7 +95,7 @@ def test_a_step_is_counted_as_the_allocator_counts_it(preset):
     ):
         warm_up, rows = WarmUp(runner, 2 * runner.has_mtp), [(1, 9), (1, 300), (48, 48)]
         warm_up.prefill(rows)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        with profile(profile_memory=True) as profiled:
             warm_up.prefill(rows)
         with AllocationTrace(runner.device, block=1) as trace:
             warm_up.prefill(rows)
@@ -103,7 +103,7 @@ def test_a_step_is_counted_as_the_allocator_counts_it(preset):
             trace.reset_peak()
             warm_up.prefill(rows)
     living = peak = 0
-    for event in required(required(profiled.profiler).kineto_results).events():
+    for event in required(profiled.kineto_results).events():
         if event.name() == "[memory]":
             living += untyped(event).nbytes()
             peak = max(peak, living)
