@@ -60,7 +60,7 @@ def moe_route(
         float32 weights ``[T, topk]``.
 
     Raises:
-        ValueError: on a GPU, shapes, dtypes or groups that do not fit. Token ids are not checked there.
+        ValueError: shapes, dtypes or groups that do not fit. On a GPU token ids are not checked.
     """
     ops = triton_ops if runs_triton(x) else torch_ops
     return ops.moe_route(x, weight, topk, score, factor, normalize, bias, groups, hashed, own)
@@ -104,7 +104,7 @@ def moe_experts(
         sum does not depend on the batch.
 
     Raises:
-        ValueError: on a GPU, shapes, dtypes or formats that do not fit.
+        ValueError: shapes, dtypes or formats that do not fit.
 
     Notes:
         In Triton, FP4 weights under scales from 2**-68 to 2**65 are exact; under larger ones they become infinite. FP8

@@ -23,7 +23,6 @@ from deepseek_attn.kernels.moe.cache_triton import (
     choose_rows_kernel,
     copy_experts_kernel,
 )
-from deepseek_attn.kernels.moe.checks import MAX_CACHED, check_cache, check_experts, check_route
 from deepseek_attn.kernels.moe.experts_triton import (
     CombinedPairs,
     GroupedProduct,
@@ -40,6 +39,7 @@ from deepseek_attn.kernels.moe.experts_triton import (
 from deepseek_attn.kernels.moe.launch_hopper import launch_hopper
 from deepseek_attn.kernels.moe.plan import PASS_TOKENS, SELECTS, SWIGLUS, plan_experts, plan_fetch
 from deepseek_attn.kernels.moe.problem import ExpertsPlan, ExpertsProblem, FetchPlan, FetchProblem, ValuesProblem
+from deepseek_attn.kernels.moe.reference import MAX_CACHED, check_cache, check_experts, check_route
 from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, moe_select_kernel
 from deepseek_attn.kernels.moe.types import (
     COPY_BYTES,
@@ -62,6 +62,8 @@ def moe_route(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `kernels.moe.moe_route`."""
     check_route(x, weight, topk, score, bias, groups, hashed)
+    if (count := groups.num_groups) & (count - 1):
+        raise ValueError(f"{count} groups of experts: kernels choose from a power of two")
     (T, D), E = x.shape, len(weight)
     x = x if x.stride(1) == 1 else x.contiguous()
     experts = torch.empty(T, topk, dtype=torch.int64, device=x.device)
@@ -116,7 +118,7 @@ def moe_experts(
     call = ExpertsPass(
         x, experts, weights, w1, w3, w2, float(limit), weigh_output, input_format, add, add_ready, slots, out=x
     )
-    check_experts(call)
+    check_experts(x, experts, weights, (w1, w3, w2), input_format, add, slots)
     if add is not None and add.stride(1) != 1:
         add = add.contiguous()
     out = torch.empty(x.shape, dtype=torch.float32 if add is None else x.dtype, device=x.device)
