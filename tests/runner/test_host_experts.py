@@ -284,7 +284,9 @@ def test_a_rank_without_tokens_predicts_nothing():
         for T in (1, 0):
             x, streams = torch.randn(1, config.hidden_size), torch.randn(T, config.hc_mult, config.hidden_size)
             block.ffn.parallel = SimpleNamespace(
-                gather_tokens=lambda part, x=x: x, sum_experts=lambda y, T: y[:T], own_tokens=lambda y: y
+                gather_tokens=lambda part, x=x: x,
+                sum_experts=lambda y, T: y[:T],
+                own_tokens=lambda y: torch.cat([y, y.new_zeros(1 - len(y), y.shape[1])]),
             )
             hidden = block.collapse(streams)
             assert len(block.ffn(x[:T], torch.zeros(T, dtype=torch.int64), hidden)) == T
