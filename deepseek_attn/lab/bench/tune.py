@@ -23,7 +23,7 @@ from deepseek_attn.kernels.common.plans import Choice, Consulted, Row, Table, fo
 from deepseek_attn.lab.bench.layer import check_sizes, reserved_sequences
 from deepseek_attn.lab.bench.model import step_metadata
 from deepseek_attn.lab.bench.stages import stage_calls
-from deepseek_attn.lab.bench.timing import captured, time_calls
+from deepseek_attn.lab.bench.timing import captured
 from deepseek_attn.runner.ahead.compilation import default_workers
 from deepseek_attn.runner.model_runner import ModelRunner
 
@@ -40,6 +40,8 @@ FAMILIES = (
 """Families of kernels that the stages of a step launch."""
 LOSS = 1.02
 """A row loses if another row makes one call of the stage faster by this factor."""
+FLUSHED_BYTES = 1 << 28
+"""Written before each replay, more than an L2 cache holds: norms and routers of a few layers would stay in it."""
 COMPILE_SECONDS = 30
 """Rows are left out if a kernel of theirs takes longer: tiles far from the problem's size can take minutes."""
 
@@ -242,11 +244,24 @@ def _time_rows(calls: Calls, consulted: Consulted, rows: Sequence[Row], repeats:
             graphs.append(captured(calls))
         choices.append(table.chosen(row, problem, gpu(device)))
     times: list[list[float]] = [[] for _ in graphs]
+    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
     for _ in range(repeats):
         for graph, found in zip(graphs, times, strict=True):
-            found += time_calls(lambda _, graph=graph: graph.replay(), device, 3, warmup=1)
+            found += _replay_times(graph, 3, flushed)
     for choice, found in zip(choices, times, strict=True):
         yield RowTiming.of(choice, found)
+
+
+def _replay_times(graph: torch.cuda.CUDAGraph, count: int, flushed: torch.Tensor) -> list[float]:
+    """Microseconds of replays that find no weight in the L2 cache; a first one is not counted."""
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(1 + count)]
+    for before, after in marks:
+        flushed.zero_()
+        before.record()
+        graph.replay()
+        after.record()
+    torch.cuda.synchronize(flushed.device)
+    return [before.elapsed_time(after) * 1e3 for before, after in marks[1:]]
 
 
 def json_lines(data: dict[str, Any]) -> str:
