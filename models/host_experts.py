@@ -4,7 +4,6 @@
   CUDA graphs hold all of it. The copies run on a stream of their own: the first product waits for w1 and w3 alone.
   Layers with hash routing begin with the step. The bus would rest from a layer's last copy to the next layer's routing:
   meanwhile `prefetch_experts` copies experts that the next layer's router chooses for the hidden state that is there.
-  Copies of w2 have a stream of their own: a layer whose missing experts were predicted computes while their w2 comes.
 * Many tokens need nearly every expert: all experts that are not cached are copied ahead of the routing, while the
   layers before compute. The host reads once per step which experts are cached and lets the GPU's copy engine do it:
   copies by a kernel are slower (50.5 and 55.3 GB/s, H200), and products start late on multiprocessors that copy.
@@ -27,7 +26,7 @@ from deepseek_attn.kernels.moe import (
     fetch_experts,
     prefetch_experts,
 )
-from deepseek_attn.kernels.moe.types import CopyStreams, copied_parts, expert_parts
+from deepseek_attn.kernels.moe.types import copied_parts, expert_parts
 from deepseek_attn.layers.expert_memory import ExpertStats
 from deepseek_attn.models.expert_rows import HOST_AREAS, RowRange, Stacks, divide_rows
 from deepseek_attn.utils.device import run_beside
@@ -41,7 +40,6 @@ AHEAD_COPIES = 2
 """Experts of a layer that are copied before its routing is known. There is time for them from the copies of one layer
 to the routing of the next, 130 (one token) to 390 us (16 tokens) of V4-Flash on an H200; the bus takes 270 us for an
 expert. More would not be begun in this time."""
-PREDICTIONS = 1  # side stream of predictions: the shared expert has the other one
 AHEAD_LOAD = 0.375
 """Pairs of a token and an expert, per expert of the layer on all ranks, up to which experts are copied ahead.
 
@@ -72,15 +70,15 @@ class LayerExperts:
     Attributes:
         state: rows and copies of the layer.
         area: number of the area behind the cached rows that it uses.
-        streams: where copies run; None but on a GPU.
+        stream: where copies run; None but on a GPU.
         successor: the next layer that uses the same area.
         known: row of each expert, -1 for others, as the host read them for this step; None: not read.
         lookup: experts ``[T, k]`` of token ids ``[T]``, of a layer with hash routing.
         next_layer: whose experts are predicted and copied ahead; None: of no layer.
     """
 
-    def __init__(self, state: HostExperts, area: int, streams: CopyStreams | None):
-        self.state, self.area, self.streams = state, area, streams
+    def __init__(self, state: HostExperts, area: int, stream: torch.cuda.Stream | None):
+        self.state, self.area, self.stream = state, area, stream
         self.successor: LayerExperts | None = None
         self.known: list[int] | None = None
         self.lookup: Callable[[Tensor], Tensor] | None = None
@@ -112,7 +110,7 @@ class LayerExperts:
     @property
     def _is_captured(self) -> bool:
         """A CUDA graph takes the current launches."""
-        return self.streams is not None and torch.cuda.is_current_stream_capturing()
+        return self.stream is not None and torch.cuda.is_current_stream_capturing()
 
     def find(self, experts: Tensor) -> ExpertSlots:
         """The row of each expert of a routing ``[T, k]``, for the next `moe_experts`; `release` follows it."""
@@ -123,7 +121,7 @@ class LayerExperts:
             return fetched
         experts, wants_all = experts.contiguous(), self.wants_all(experts.numel())
         if not self._is_ahead and not wants_all:
-            return fetch_experts(self.state, experts, self.streams, self._wait_for_guess())
+            return fetch_experts(self.state, experts, self.stream, self._wait_for_guess())
         self.copy_ahead()
         self.finish()
         self._hands_over = wants_all
@@ -150,7 +148,7 @@ class LayerExperts:
             return
         chosen = None
         if self._is_captured:
-            chosen, _ = run_beside(lambda: predict(hidden), layer.state.row.device, PREDICTIONS)
+            chosen, _ = run_beside(lambda: predict(hidden), layer.state.row.device, urgent=True)
         self._prediction = _Prediction(hidden, chosen)
 
     def copy_predicted(self) -> bool:
@@ -163,9 +161,9 @@ class LayerExperts:
 
         def prefetch() -> None:
             predicted = predict(hidden) if experts is None else experts
-            prefetch_experts(layer.state, predicted.contiguous(), layer.streams)
+            prefetch_experts(layer.state, predicted.contiguous(), layer.stream)
 
-        _, chosen = run_beside(prefetch, layer.state.row.device, PREDICTIONS)
+        _, chosen = run_beside(prefetch, layer.state.row.device, urgent=True)
         layer._guessed = _Guess(hidden, chosen)
         return True
 
@@ -188,7 +186,7 @@ class LayerExperts:
         Does nothing if they might need rows of the common area, which other layers use before.
         """
         if self.lookup is not None and not self.has_all and len(token_ids) * topk <= len(self.state.owner):
-            self._fetched = fetch_experts(self.state, self.lookup(token_ids).contiguous(), self.streams)
+            self._fetched = fetch_experts(self.state, self.lookup(token_ids).contiguous(), self.stream)
 
     def copy_ahead(self) -> None:
         """Starts to copy all experts that are not cached, unless that has been done for the coming call.
@@ -200,12 +198,11 @@ class LayerExperts:
         self._is_ahead = True
         if self.state.row.is_meta:
             return
-        if self.streams is None:
+        if self.stream is None:
             self._copy_missing()
             return
-        stream = self.streams.gates
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
             self._copy_missing()
             self._arrived = torch.cuda.Event()
             self._arrived.record()
@@ -214,9 +211,8 @@ class LayerExperts:
         """Lets the next launches wait for copies ahead, used or not."""
         if self._arrived is not None:
             self._arrived.wait()
-        if self._wait_for_guess() and self.streams is not None:
-            for stream in self.streams:
-                torch.cuda.current_stream(stream.device).wait_stream(stream)
+        if self._wait_for_guess() and self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         self._is_ahead = self._hands_over = False
         self._arrived = self.known = self._fetched = self._prediction = None
 
@@ -235,7 +231,7 @@ class LayerExperts:
             for target, source in parts:
                 target[place : place + count].copy_(source[first : first + count], non_blocking=True)
             found[first : first + count] = range(place, place + count)
-        copied = torch.tensor(found, dtype=torch.int32, device="cpu", pin_memory=self.streams is not None)
+        copied = torch.tensor(found, dtype=torch.int32, device="cpu", pin_memory=self.stream is not None)
         state.found.copy_(copied, non_blocking=True)
 
 
@@ -309,13 +305,11 @@ class ExpertRows:
             ValueError: see `cached_experts`.
         """
         divided = divide_rows(stacks, device, budget, HOST_AREAS)
-        streams = None
-        if device.type == "cuda":
-            streams = CopyStreams(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1))
+        stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         width = -(-max(len(host[0].weight) for host in stacks) // 4) * 4  # rows of the table stay aligned
         table = torch.full((len(stacks), width), -1, dtype=torch.int32, device=device)
         layers = [
-            LayerExperts(_with_first_experts(host, rows, table[number, : len(host[0].weight)]), rows.area, streams)
+            LayerExperts(_with_first_experts(host, rows, table[number, : len(host[0].weight)]), rows.area, stream)
             for number, (host, rows) in enumerate(zip(stacks, divided.layers, strict=True))
         ]
         last: dict[tuple[int, int], LayerExperts] = {}
@@ -391,5 +385,5 @@ def _with_first_experts(host: Stacks, rows: RowRange, row: Tensor) -> HostExpert
     return HostExperts(
         host, stacks, row, owner, filled(0, E), first, staged, filled(0, E), filled(0, 2, E), filled(0, 1),
         filled(-1, 2, AHEAD_COPIES), torch.zeros(4, dtype=torch.int64, device=device),
-        copied_parts(host[:2], stacks[:2]), copied_parts(host[2:], stacks[2:]),
+        copied_parts(host[:2], stacks[:2]), copied_parts(host[2:], stacks[2:]), copied_parts(host, stacks),
     )  # fmt: skip

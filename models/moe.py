@@ -311,12 +311,14 @@ class MoE(CheckpointModule):
 
         hidden: the block's state before its experts, from which the next block predicts its own; see `expect_experts`.
         """
-        shared = self._shared(x)
+        # the many programs of the shared expert would delay the router, for which copies of experts wait
+        shared = self._shared(x) if self.experts.rows is None else None
         everyone = self.parallel.gather_tokens(x)
         token_ids = self.parallel.gather_tokens(token_ids) if self.gate.hash else token_ids
         if self.experts.rows is not None and hidden is not None and len(x):
             self.experts.rows.predict(hidden, len(everyone) * self.gate.topk)
-        routed = self.experts(everyone, *self.gate(everyone, token_ids), *shared)
+        experts, weights = self.gate(everyone, token_ids)
+        routed = self.experts(everyone, experts, weights, *(shared or self._shared(x)))
         return self.parallel.sum_experts(routed, len(x))
 
     def mixture(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -122,16 +122,18 @@ def to_device(
     return values.to(device, non_blocking=cuda)
 
 
-def run_beside(function: Callable[[], T], device: torch.device, number: int = 0) -> tuple[T, torch.cuda.Event | None]:
+def run_beside(
+    function: Callable[[], T], device: torch.device, urgent: bool = False
+) -> tuple[T, torch.cuda.Event | None]:
     """Runs ``function`` in parallel with the next launches; returns its result and the event of its completion.
 
-    During CUDA graph capture it runs on a side stream: each ``number`` has its own, which runs in order. Otherwise it
-    runs in order on the current stream, without an event: only within a graph do streams share memory in the order of
-    their events.
+    During CUDA graph capture it runs on a side stream, ``urgent`` work on one whose programs start before others.
+    Otherwise it runs in order on the current stream, without an event: only within a graph do streams share memory in
+    the order of their events.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return function(), None
-    side = _side_stream(device, number)
+    side = _side_stream(device, urgent)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         result, complete = function(), torch.cuda.Event()
@@ -140,8 +142,8 @@ def run_beside(function: Callable[[], T], device: torch.device, number: int = 0)
 
 
 @cache
-def _side_stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _side_stream(device: torch.device, urgent: bool = False) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from deepseek_attn.kernels.linear import FP8_GROUPS
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED
 from deepseek_attn.kernels.moe.types import (
     UNGROUPED,
-    CopyStreams,
     ExpertGroups,
     ExpertRange,
     ExpertSlots,
@@ -120,7 +119,7 @@ def moe_experts(
 
 
 def fetch_experts(
-    cache: HostExperts, experts: Tensor, streams: CopyStreams | None = None, prefetched: bool = False
+    cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None, prefetched: bool = False
 ) -> ExpertSlots:
     """Copies the needed experts that the device lacks from host memory; returns the row of each expert.
 
@@ -133,11 +132,11 @@ def fetch_experts(
             are copied. They evict cached experts that these tokens do not need: empty rows are filled first, then the
             experts with the smallest ``uses`` are evicted, at equal counts the lower id. Experts for which the layer
             has no row left go to the rows from ``staged`` on, in order of their ids.
-        streams: run the copies, w1 and w3 first, so that the first product does not wait for w2. None: the copies run
+        stream: runs the copies, w1 and w3 first, so that the first product does not wait for w2. None: the copies run
             on the current stream. CUDA only.
-        prefetched: `prefetch_experts` was called for these tokens, with the same ``streams``, and the current stream is
-            behind its choice. Its copies of w2 run beside the copies of w1 and w3. Experts that it chose and that are
-            not needed lose their rows, wherever their copies are: the rows of later calls do not depend on time.
+        prefetched: `prefetch_experts` was called for these tokens, with the same ``stream``, and the current stream is
+            behind its choice. Experts that it chose and that are not needed lose their rows, wherever their copies are:
+            the rows of later calls do not depend on time.
 
     Returns:
         Slots for `moe_experts`. ``rows`` is ``cache.found``; its values are undefined for experts that are not needed.
@@ -149,10 +148,10 @@ def fetch_experts(
     Raises:
         ValueError: experts that are not integers, or tensors of the cache that do not fit.
     """
-    return (triton_ops if runs_triton(cache.row) else torch_ops).fetch_experts(cache, experts, streams, prefetched)
+    return (triton_ops if runs_triton(cache.row) else torch_ops).fetch_experts(cache, experts, stream, prefetched)
 
 
-def prefetch_experts(cache: HostExperts, predicted: Tensor, streams: CopyStreams | None = None) -> None:
+def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
     """Copies predicted experts that the device lacks from host memory, before the routing is known.
 
     `fetch_experts` with the routing must follow, with ``prefetched=True``: it ends copies of other experts. Nothing may
@@ -163,12 +162,12 @@ def prefetch_experts(cache: HostExperts, predicted: Tensor, streams: CopyStreams
         predicted: contiguous ids ``[T, k]`` in order of falling score, -1 for experts of other ranks. As many as
             ``ahead`` has room for are copied: first every token's first expert, then every token's second one. They
             evict experts as `fetch_experts` does, but no predicted ones, and use no rows from ``staged`` on.
-        streams: run the copies, w1 and w3 first. None: they run on the current stream. CUDA only.
+        stream: runs the copies. None: they run on the current stream. CUDA only.
 
     Raises:
         ValueError: ids that are not integers, more than 8192 of them, or tensors of the cache that do not fit.
     """
-    (triton_ops if runs_triton(cache.row) else torch_ops).prefetch_experts(cache, predicted, streams)
+    (triton_ops if runs_triton(cache.row) else torch_ops).prefetch_experts(cache, predicted, stream)
 
 
 def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:

@@ -45,7 +45,6 @@ from deepseek_attn.kernels.moe.types import (
     COPY_BYTES,
     UNGROUPED,
     CopiedParts,
-    CopyStreams,
     ExpertGroups,
     ExpertRange,
     ExpertSlots,
@@ -250,7 +249,7 @@ def _product(
 
 
 def fetch_experts(
-    cache: HostExperts, experts: Tensor, streams: CopyStreams | None = None, prefetched: bool = False
+    cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None, prefetched: bool = False
 ) -> ExpertSlots:
     """See `kernels.moe.fetch_experts`."""
     check_cache(cache, experts)
@@ -258,17 +257,21 @@ def fetch_experts(
         return ExpertSlots(cache.found)
     plan = _fetch_plan(cache)
     _choose_rows(plan, cache, experts, cache.ahead.shape[1] if prefetched else 0)
-    if streams is None:
-        _copy_in_order(plan, cache)
+    if stream is None:
+        _copy_parts(plan, cache, cache.gates)
+        _copy_parts(plan, cache, cache.outputs)
         return ExpertSlots(cache.found)
-    if prefetched:
-        streams.gates.wait_stream(torch.cuda.current_stream(streams.gates.device))
-    else:
-        _follow_all(streams)
-    return ExpertSlots(cache.found, *_copy_beside(plan, cache, streams))
+    gates_ready, outputs_ready = torch.cuda.Event(), torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        _copy_parts(plan, cache, cache.gates)
+        gates_ready.record()
+        _copy_parts(plan, cache, cache.outputs)
+        outputs_ready.record()
+    return ExpertSlots(cache.found, gates_ready, outputs_ready)
 
 
-def prefetch_experts(cache: HostExperts, predicted: Tensor, streams: CopyStreams | None = None) -> None:
+def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
     """See `kernels.moe.prefetch_experts`."""
     check_cache(cache, predicted)
     if predicted.numel() > MAX_CACHED:
@@ -288,41 +291,12 @@ def prefetch_experts(cache: HostExperts, predicted: Tensor, streams: CopyStreams
         COPIES=cache.ahead.shape[1],
         **pdl_options(plan.choose.config.warps, plan.pdl),
     )
-    if streams is None:
-        _copy_in_order(plan, cache, True)
+    if stream is None:
+        _copy_parts(plan, cache, cache.whole, True)
         return
-    _follow_all(streams)
-    _copy_beside(plan, cache, streams, True)
-
-
-def _follow_all(streams: CopyStreams) -> None:
-    """Lets the next copies of w1 and w3 wait for the current stream and all earlier copies: the bus is theirs alone."""
-    current = torch.cuda.current_stream(streams.gates.device)
-    streams.outputs.wait_stream(
-        current
-    )  # in a CUDA graph it must belong to the capture before another one waits for it
-    streams.gates.wait_stream(streams.outputs)
-
-
-def _copy_beside(
-    plan: FetchPlan, cache: HostExperts, streams: CopyStreams, ahead: bool = False
-) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Launches copies on ``streams``; returns the events that complete w1 and w3, and w2."""
-    gates_ready, outputs_ready = torch.cuda.Event(), torch.cuda.Event()
-    with torch.cuda.stream(streams.gates):
-        _copy_parts(plan, cache, cache.gates, ahead)
-        gates_ready.record()
-    with torch.cuda.stream(streams.outputs):
-        gates_ready.wait()
-        _copy_parts(plan, cache, cache.outputs, ahead)
-        outputs_ready.record()
-    return gates_ready, outputs_ready
-
-
-def _copy_in_order(plan: FetchPlan, cache: HostExperts, ahead: bool = False) -> None:
-    """Launches copies on the current stream."""
-    _copy_parts(plan, cache, cache.gates, ahead)
-    _copy_parts(plan, cache, cache.outputs, ahead)
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        _copy_parts(plan, cache, cache.whole, True)
 
 
 def _fetch_plan(cache: HostExperts) -> FetchPlan:

@@ -243,9 +243,9 @@ class FetchProblem:
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """Launches of `fetch_experts` or `prefetch_experts`.
+    """Launches of `fetch_experts`: ``choose`` which experts go where, then ``copy`` w1 and w3 of them, then w2.
 
-    ``choose`` which experts go where, then ``copy`` w1 and w3 of them, then w2.
+    Of `prefetch_experts`: ``choose`` likewise, then ``copy`` all three.
     """
 
     choose: Choice

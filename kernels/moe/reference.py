@@ -16,7 +16,6 @@ from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED, dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.types import (
     UNGROUPED,
-    CopyStreams,
     ExpertGroups,
     ExpertRange,
     ExpertSlots,
@@ -207,7 +206,7 @@ def _lay_out(expert_of_row: Tensor, count: int) -> tuple[Tensor, list[int]]:
 
 
 def fetch_experts(
-    cache: HostExperts, experts: Tensor, streams: CopyStreams | None = None, prefetched: bool = False
+    cache: HostExperts, experts: Tensor, stream: torch.cuda.Stream | None = None, prefetched: bool = False
 ) -> ExpertSlots:
     """See `deepseek_attn.kernels.moe.fetch_experts`."""
     count_expert_uses(cache, experts)
@@ -234,7 +233,7 @@ def fetch_experts(
     return ExpertSlots(cache.found)
 
 
-def prefetch_experts(cache: HostExperts, predicted: Tensor, streams: CopyStreams | None = None) -> None:
+def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
     """See `deepseek_attn.kernels.moe.prefetch_experts`."""
     check_cache(cache, predicted)
     rows = cache.row.tolist()

@@ -103,7 +103,7 @@ class HostExperts(NamedTuple):
             each. `fetch_experts` sets those that are not needed to -1.
         totals: int64 ``[4]``, over all calls: experts needed; experts that `fetch_experts` copied; experts that
             `prefetch_experts` copied and that were needed; experts that it copied and that were not.
-        gates, outputs: `copied_parts` of w1 and w3, and of w2.
+        gates, outputs, whole: `copied_parts` of w1 and w3, of w2, and of all three.
     """
 
     host: tuple[ExpertStack, ExpertStack, ExpertStack]
@@ -120,13 +120,7 @@ class HostExperts(NamedTuple):
     totals: Tensor
     gates: CopiedParts
     outputs: CopiedParts
-
-
-class CopyStreams(NamedTuple):
-    """Streams that run copies from host memory: ``gates`` those of w1 and w3, ``outputs`` those of w2."""
-
-    gates: torch.cuda.Stream
-    outputs: torch.cuda.Stream
+    whole: CopiedParts
 
 
 class CopiedParts(NamedTuple):

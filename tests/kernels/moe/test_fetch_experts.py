@@ -9,7 +9,7 @@ import torch
 
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.moe import ExpertSlots, ExpertStack, HostExperts, reference
-from deepseek_attn.kernels.moe.types import CopyStreams, copied_parts, expert_parts
+from deepseek_attn.kernels.moe.types import copied_parts, expert_parts
 from tests.kernels.moe.moe_cases import FORMATS, make_case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -52,7 +52,7 @@ def make_cache(host: Stacks, num_rows, others=3, filled=True, device=None, copie
         host, stacks, row, owner, torch.zeros(E, **ints), others, others + num_rows,
         torch.full((E,), -7, **ints), torch.full((2, E), -7, **ints), torch.full((1,), -7, **ints),
         torch.full((2, copies), -7, **ints), torch.zeros(4, dtype=torch.int64, device=device),
-        copied_parts(host[:2], stacks[:2]), copied_parts(host[2:], stacks[2:]),
+        copied_parts(host[:2], stacks[:2]), copied_parts(host[2:], stacks[2:]), copied_parts(host, stacks),
     )  # fmt: skip
 
 
@@ -263,7 +263,7 @@ def test_dropped_experts_are_copied_no_further(triton_device):
     cache = make_cache((case.w1, case.w3, case.w2), 3, device=where)
     cache.ahead.copy_(torch.tensor([[-1, 4], [cache.first + 1, cache.first + 2]]))
     before = [part.clone() for part in expert_parts(cache.device)]
-    moe._copy_in_order(moe._fetch_plan(cache), cache, True)
+    moe._copy_parts(moe._fetch_plan(cache), cache, cache.whole, True)
     for source, target, old in zip(expert_parts(cache.host), expert_parts(cache.device), before, strict=True):
         old[cache.first + 2] = source[4]
         assert torch.equal(target.view(torch.uint8), old.view(torch.uint8))
@@ -276,15 +276,15 @@ def test_dropped_experts_are_copied_no_further(triton_device):
 def test_the_same_bits_as_all_experts_resident(gpu, fmt, hidden, inner, beside):
     """Eagerly and in a graph whose routing changes; up to more experts than rows; copies in order or beside."""
     E, k = 37, 6
-    streams = CopyStreams(torch.cuda.Stream(), torch.cuda.Stream()) if beside else None
+    stream = torch.cuda.Stream() if beside else None
     for T in (1, 2, 11, 40, 300):
         case = make_case(T, hidden, inner, E, k, fmt)
         cache = make_cache((case.w1, case.w3, case.w2), 13, device="cuda")
         options = {"limit": 4.0, "input_format": InputFormat(True)}
 
         def fetched(x, experts, weights, cache=cache, options=options):
-            slots = moe.fetch_experts(cache, experts, streams)
-            assert (slots.outputs_ready is None) == (streams is None)
+            slots = moe.fetch_experts(cache, experts, stream)
+            assert (slots.outputs_ready is None) == (stream is None)
             return moe.moe_experts(x, experts, weights, *cache.device, **options, slots=slots)
 
         x, experts, weights = inputs = [t.clone() for t in case[:3]]
@@ -305,7 +305,7 @@ def test_the_same_bits_as_all_experts_resident(gpu, fmt, hidden, inner, beside):
 def test_the_same_bits_with_copies_ahead(gpu, share):
     """In a graph that copies beside other products: whichever part of the prediction is right, and in repetition."""
     E, k, T = 37, 6, 3
-    streams, side = CopyStreams(torch.cuda.Stream(), torch.cuda.Stream()), torch.cuda.Stream()
+    stream, side = torch.cuda.Stream(), torch.cuda.Stream()
     case = make_case(T, 1024, 512, E, k, "fp4")
     cache = make_cache((case.w1, case.w3, case.w2), 13, device="cuda")
     options = {"limit": 4.0, "input_format": InputFormat(True)}
@@ -315,10 +315,10 @@ def test_the_same_bits_with_copies_ahead(gpu, share):
     def compute():
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            moe.prefetch_experts(cache, predicted, streams)
+            moe.prefetch_experts(cache, predicted, stream)
         before = moe.moe_experts(*case, **options)  # the computation of another layer
         torch.cuda.current_stream().wait_stream(side)
-        slots = moe.fetch_experts(cache, experts, streams, prefetched=True)
+        slots = moe.fetch_experts(cache, experts, stream, prefetched=True)
         return before, moe.moe_experts(x, experts, weights, *cache.device, **options, slots=slots)
 
     compute()
@@ -356,7 +356,7 @@ def test_fetching_compiles(arch):
     found = compiled_ops(arch, call)
     assert {name: len(kernels) for name, kernels in found.items()} == {
         "choose_rows_kernel": 3,
-        "copy_experts_kernel": 6,
+        "copy_experts_kernel": 5,
         "choose_ahead_kernel": 1,
     }
     for kernel in found["copy_experts_kernel"]:
