@@ -77,7 +77,8 @@ class ExpertRing(NamedTuple):
 
     Attributes:
         block: number of blocks of 128 channels so far, if a stage has one block.
-        stage, phase, slot: the next stage of two blocks: its index, its barrier's phase, the slot of its scales.
+        stage, phase: the next stage of two blocks: its index, its barrier's phase.
+        slot: of the scales of the next `QUAD` blocks of an FP4 weight, 0 or 1.
     """
 
     block: Any
@@ -132,9 +133,10 @@ def _bytes_of(powers, base):
 
 @gluon.jit
 def _sum_blocks(
-    expert, row_block, exponent, n, scales, buffers, SIZE: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr
-):
-    """Sums over all channels where a stage has one block: (parts ``[64, PART]``, the last part, ``n`` after them)."""
+    expert, row_block, exponent, ring, scales, buffers, SIZE: gl.constexpr, WARPGROUP: gl.constexpr,
+    TILING: gl.constexpr,
+):  # fmt: skip
+    """Sums over all channels where a stage has one block: (parts ``[64, PART]``, the last part, the ring behind)."""
     N: gl.constexpr = TILING.N
     FP4: gl.constexpr = TILING.FP4
     GATED: gl.constexpr = TILING.GATED
@@ -169,6 +171,8 @@ def _sum_blocks(
     for _i in gl.static_range(PARTS - 1):
         acc += (zeros,)
     last_acc = last_zeros
+    n = ring.block
+    slot = ring.slot
     for block in range(BLOCKS):
         stage = n % STAGES
         first = stage * TILING.PARTS
@@ -180,7 +184,8 @@ def _sum_blocks(
         if FP4:
             # a register holds the scales of four blocks, the next block's in the lowest byte
             if block % _QUAD == 0:
-                powers = weight_powers(buffers, n // _QUAD % 2, WARPGROUP, TILING)
+                powers = weight_powers(buffers, slot if TILING.HALF_QUAD else n // _QUAD % 2, WARPGROUP, TILING)
+                slot ^= 1
             low, high = _bytes_of(powers, base)
             powers = powers >> 8
         else:
@@ -228,7 +233,7 @@ def _sum_blocks(
         last_acc = _add_part(last_acc, last_product, x_scale, factor)
         acc = new
         n += 1
-    return acc, last_acc, n
+    return acc, last_acc, ExpertRing(n, ring.stage, ring.phase, slot)
 
 
 @gluon.jit
@@ -300,10 +305,9 @@ def _multiply_tile(
         parts = ()
         last, ring = _sum_pairs(exponent, ring, buffers, SIZE, WARPGROUP, TILING)
     else:
-        parts, last, block = _sum_blocks(
-            tile.expert, row_block, exponent, ring.block, scales, buffers, SIZE, WARPGROUP, TILING
+        parts, last, ring = _sum_blocks(
+            tile.expert, row_block, exponent, ring, scales, buffers, SIZE, WARPGROUP, TILING
         )
-        ring = ExpertRing(block, ring.stage, ring.phase, ring.slot)
     # loaded before the stores, which hide the latency
     next_exponent = exponents(next_tile.expert, next_row_block, scales, WARPGROUP, TILING)
     for i in gl.static_range(PARTS - 1):
@@ -385,7 +389,9 @@ def experts_hopper_kernel(
         w_buffer = gl.allocate_shared_memory(gl.uint8, [WEIGHTS, ROWS, HALF], gl.NVMMASharedLayout(HALF, 8, 2))
     else:
         w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [WEIGHTS, ROWS, 128], _WEIGHT)
-    if TILING.FP4:
+    if TILING.HALF_QUAD:
+        weight_scales = gl.allocate_shared_memory(gl.uint8, [6 * GROUPS, 32, 4 * _QUAD], _BYTES)
+    elif TILING.FP4:
         weight_scales = gl.allocate_shared_memory(gl.uint8, [2 * WEIGHTS // STAGES, ROWS, 4 * _QUAD], _BYTES)
     else:
         weight_scales = None

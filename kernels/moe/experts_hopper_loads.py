@@ -45,7 +45,9 @@ class ExpertBuffers(NamedTuple):
 
     Attributes:
         weight: uint8 or e4m3, tiles of weight rows.
-        weight_scales: e8m0 scales of FP4 weights, of `QUAD` blocks, twice; None with FP8.
+        weight_scales: e8m0 scales of FP4 weights, of `QUAD` blocks, twice; None with FP8. Where rows do not end with a
+            quad, ``[6 * warpgroups, 32, 16]``: of each warpgroup the 32 even rows, then the odd ones twice, from half a
+            quad before their blocks and from half a quad behind that.
         x, scales: routed rows by block, e4m3, and their float32 scales.
         full, empty: barriers: the loads of a stage have arrived, or its last use has ended.
     """
@@ -74,8 +76,10 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
     STAGES: gl.constexpr = TILING.STAGES
     BLOCKS: gl.constexpr = TILING.CHANNELS // 128
     STEP: gl.constexpr = TILING.CHANNELS // 2 if TILING.FP4 else 128
-    BOXES: gl.constexpr = TILING.WARPGROUPS if BLOCKS == 1 else 1
-    HEIGHT: gl.constexpr = TILING.WARPGROUPS * 64
+    SCALE_BYTES: gl.constexpr = 6 * _QUAD if TILING.HALF_QUAD else 4 * _QUAD  # of a row
+    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    BOXES: gl.constexpr = GROUPS if BLOCKS == 1 else 1
+    HEIGHT: gl.constexpr = GROUPS * 64
     ROWS: gl.constexpr = HEIGHT // BOXES // (2 if TILING.GATED else 1)
     if TILING.WAIT:
         gdc_wait()  # wait until earlier launches have written tiles and weights
@@ -94,16 +98,24 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
                 # the first stage of a quad of blocks brings the scales of all four
                 with_scales = step % (_QUAD // BLOCKS) == 0
                 mbarrier.expect(full, HEIGHT * STEP, pred=step % (_QUAD // BLOCKS) != 0)
-                mbarrier.expect(full, HEIGHT * (STEP + 4 * _QUAD), pred=with_scales)
+                mbarrier.expect(full, HEIGHT * (STEP + SCALE_BYTES), pred=with_scales)
                 slot = (slot + with_scales.to(gl.int32)) % 2
-                for i in gl.static_range(BOXES):
-                    at = [weight_row + ROWS * i, step * (4 * BLOCKS)]
-                    to = slot * BOXES + i
-                    if TILING.GATED:
-                        load_tile(a_scale_desc, at, full, buffers.weight_scales.index(2 * to), pred=with_scales)
-                        load_tile(b_scale_desc, at, full, buffers.weight_scales.index(2 * to + 1), pred=with_scales)
-                    else:
-                        load_tile(a_scale_desc, at, full, buffers.weight_scales.index(to), pred=with_scales)
+                if TILING.HALF_QUAD:
+                    # TMA reads pairs of rows from multiples of 16 bytes. Odd rows begin 8 bytes behind one
+                    for i in gl.static_range(3 * GROUPS):
+                        column = TILING.K // 32 - 8 + 16 * (i % 3 - 1) if i % 3 > 0 else 0
+                        at = [weight_row // 2 + i // 3 * 32, step * (4 * BLOCKS) + column]
+                        to = buffers.weight_scales.index(3 * GROUPS * slot + i)
+                        load_tile(a_scale_desc, at, full, to, pred=with_scales)
+                else:
+                    for i in gl.static_range(BOXES):
+                        at = [weight_row + ROWS * i, step * (4 * BLOCKS)]
+                        to = slot * BOXES + i
+                        if TILING.GATED:
+                            load_tile(a_scale_desc, at, full, buffers.weight_scales.index(2 * to), pred=with_scales)
+                            load_tile(b_scale_desc, at, full, buffers.weight_scales.index(2 * to + 1), pred=with_scales)
+                        else:
+                            load_tile(a_scale_desc, at, full, buffers.weight_scales.index(to), pred=with_scales)
             else:
                 mbarrier.expect(full, HEIGHT * STEP)  # full once TMA has written as many bytes
             for i in gl.static_range(BOXES):

@@ -149,6 +149,25 @@ def weight_powers(buffers, slot, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
         HALF: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2]], LANES, [[8, 0], [16, 0]], [], [32, 4])
         stored = reinterpret(buffers.weight_scales, gl.int32, [4 * GROUPS, 32, 4], FLAT)
         words = _gate_and_up(stored, slot, WARPGROUP, HALF, TILING).reshape([64, 4])
+    elif TILING.HALF_QUAD:
+        # every thread reads both rows of a pair, and keeps its own
+        LANES: gl.constexpr = [[0, 0, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0], [2, 0, 0]]
+        PAIRS: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 0, 1], [0, 0, 2], [4, 0, 0]], LANES, [[8, 0, 0], [16, 0, 0]], [], [32, 2, 4]
+        )
+        WORDS: gl.constexpr = gl.SliceLayout(1, PAIRS)
+        stored = reinterpret(buffers.weight_scales, gl.int32, [6 * GROUPS, 32, 4], FLAT)
+        first_tile = 3 * (GROUPS * slot + WARPGROUP)
+        even = stored.index(first_tile).load(WORDS)[:, None, :]
+        # of odd rows the last half of the first tile, then the first half of the second
+        _, before = stored.index(first_tile + 1).load(WORDS).reshape([32, 2, 2]).permute((0, 2, 1)).split()
+        behind, _ = stored.index(first_tile + 2).load(WORDS).reshape([32, 2, 2]).permute((0, 2, 1)).split()
+        odd = gl.join(before, behind).permute((0, 2, 1)).reshape([32, 4])
+        odd = gl.convert_layout(odd, WORDS, assert_trivial=True)[:, None, :]
+        is_odd = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))[None, :, None] > 0
+        same = gl.zeros([32, 2, 4], gl.int32, layout=PAIRS)
+        words = gl.where(is_odd, odd + same, even + same).reshape([64, 4])
+        words = gl.convert_layout(words, gl.SliceLayout(1, _word_layout(GATED, 4, False)), assert_trivial=True)
     else:
         stored = reinterpret(buffers.weight_scales, gl.int32, [2 * GROUPS, 64, 4], FLAT)
         words = stored.index(GROUPS * slot + WARPGROUP).load(gl.SliceLayout(1, _word_layout(GATED, 4, False)))

@@ -115,7 +115,9 @@ def _product(
         if stack is None:
             return None, None
         weight, scale = tiled(stack.weight.flatten(0, 1), weight_rows, product.weight_bytes, layout), None
-        if tiling.FP4 and stack.scale is not None:
+        if tiling.HALF_QUAD and stack.scale is not None:  # rows of K / 32 bytes are not multiples of 16: two are
+            scale = tiled(stack.scale.view(-1, tiling.K // 16), 32, 4 * QUAD, _BYTES)
+        elif tiling.FP4 and stack.scale is not None:
             scale = tiled(stack.scale.flatten(0, 1), weight_rows, 4 * QUAD, _BYTES)
         return weight, scale
 

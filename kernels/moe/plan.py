@@ -61,11 +61,12 @@ def expert_factors(problem: ExpertsProblem, gpu: GPU) -> ExpertFactors:
 
 @condition
 def _fits_hopper(problem: ExpertsProblem, gpu: GPU) -> bool:
-    """FP8 products have inputs of 16 bits in groups of 128; widths of FP4 are whole quads of blocks."""
+    """FP8 products have inputs of 16 bits in groups of 128. Widths are quads of blocks; FP4's inner one is pairs."""
     quantized = problem.weights == "fp8" or (problem.weights == "fp4" and problem.row_exponents)
     inputs = problem.dtype != torch.float32 and problem.input_format.fp8
     inputs = inputs and problem.input_format.group == FP8_INPUT_GROUP
-    return gpu.hopper and quantized and inputs and problem.whole_quads and problem.aligned
+    widths = problem.whole_quads or (problem.weights == "fp4" and problem.half_quads)
+    return gpu.hopper and quantized and inputs and widths and problem.aligned
 
 
 @condition
@@ -139,22 +140,25 @@ def hopper_product(
     job_rows = 64 * groups
     stack_rows = job_rows // 2 if gated else job_rows
     stage = job_rows * weight_bytes + parts * blocks * (128 * tiles.part + 4 * scales)
-    held = 2 * job_rows * 4 * QUAD if fp4 else 0  # scales of the weights
     # a third warpgroup changes the layout of its outputs, too
     shared = SHARED_KIB[tiles.programs - 1] - (10 if groups == 3 else 0)
+    half_quad = fp4 and K % (128 * QUAD) > 0
+    held = 2 * job_rows * (6 if half_quad else 4) * QUAD if fp4 else 0  # scales of the weights
     room = ((shared << 10) - held) // stage
+    # scales of two quads of blocks are held: a block's stage is free only once its quad's are read
+    in_quads = (QUAD + (QUAD // 2 if half_quad else QUAD)) // blocks
     loaders = 40 if groups == 2 and blocks == 1 else 32
     registers = 65536 // tiles.programs // (128 * groups + 128) // 8 * 8
     tiling = HopperExpertTiling(
         N=N,
         K=K,
         FP4=fp4,
+        HALF_QUAD=half_quad,
         GATED=gated,
         SIZES=tiles.sizes,
         PART=tiles.part,
         PARTS=parts,
-        # scales of two quads of blocks are held: a block's stage is free only once its quad's are read
-        STAGES=min(tiles.stages, room, 2 * QUAD // blocks if fp4 else room),
+        STAGES=min(tiles.stages, room, in_quads if fp4 else room),
         OVERLAP=tiles.overlap,
         SCALES=scales,
         ROW_BLOCKS=cdiv(N, stack_rows),
@@ -208,8 +212,8 @@ CHUNK = 512  # pairs that a program of `count_chunks_kernel` counts
 
 
 def _whole_steps(problem: ProductRows, gpu: GPU) -> LaunchBlock:
-    block = next(size for size in (2048, 1024, 512) if problem.channels % size == 0)
-    return LaunchBlock(block, block // 512)
+    block = next(size for size in (2048, 1024, 512, 256) if problem.channels % size == 0)
+    return LaunchBlock(block, max(1, block // 512))
 
 
 def _up_to_channels(problem: ProductRows, gpu: GPU) -> LaunchBlock:

@@ -78,6 +78,11 @@ class ExpertsProblem:
         """Both widths are multiples of 512 channels."""
         return self.hidden % (128 * QUAD) == 0 and self.inner % (128 * QUAD) == 0
 
+    @property
+    def half_quads(self) -> bool:
+        """The hidden width is a multiple of 512 channels, the inner one of 256; no two halves follow each other."""
+        return self.hidden % (128 * QUAD) == 0 and self.inner % (64 * QUAD) == 0 and self.inner >= 128 * QUAD
+
 
 class ExpertFactors(NamedTuple):
     """Formats and dtypes of the factors of `grouped_product_kernel`.
@@ -144,6 +149,7 @@ class HopperExpertTiling:
     Attributes:
         N, K: output channels and channels of the product.
         FP4: weights are FP4, else FP8.
+        HALF_QUAD: rows of FP4 end with half of a quad of blocks.
         GATED: a job computes ``swiglu`` of two products, of 32 rows of either weight per warpgroup.
         SIZES: numbers of routed rows that a tile is rounded up to, in rising order.
         PART: routed rows that are multiplied at once, at most; PARTS: of the largest tile.
@@ -161,6 +167,7 @@ class HopperExpertTiling:
     N: int
     K: int
     FP4: bool
+    HALF_QUAD: bool
     GATED: bool
     SIZES: tuple[int, ...]
     PART: int
