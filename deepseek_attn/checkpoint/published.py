@@ -63,7 +63,11 @@ STYLES: dict[type[AnyConfig], Style] = {
 
 
 def style_of(config: AnyConfig) -> Style:
-    return next(STYLES[cls] for cls in type(config).__mro__ if cls in STYLES)
+    """The row of a config's class. ValueError: not a config."""
+    found = next((STYLES[cls] for cls in type(config).__mro__ if cls in STYLES), None)
+    if found is None:
+        raise ValueError(f"config is a {type(config).__name__}: pass a ModelConfig (ModelConfig.from_preset makes one)")
+    return found
 
 
 def canonical_names(config: AnyConfig) -> Callable[[str], str]:

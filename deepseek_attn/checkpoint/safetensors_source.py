@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo, shortened
 from deepseek_attn.layers.weights import Shard
 from deepseek_attn.text.token_numbers import read_token_numbers
+from deepseek_attn.utils.hub import check_path
 from deepseek_attn.utils.json_files import parse_json, read_json
 from deepseek_attn.utils.other_formats import LFS_POINTER, SINGLE_RANK, contents, interrupted
 
@@ -45,6 +46,7 @@ class SafetensorsSource(CheckpointSource):
     """
 
     def __init__(self, path: str | Path, needed: Callable[[str], bool] = lambda name: True):
+        check_path(path, "a checkpoint is named by its folder")
         self.path = Path(path)
         try:
             str(self.path.resolve()).encode()

@@ -14,6 +14,7 @@ from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.text.tokenizer_files import write_tokenizer
 from deepseek_attn.utils.files import TensorBlocks, appearing, store_tensors
+from deepseek_attn.utils.hub import check_path
 
 SHARD_BYTES = 5 * 10**9
 
@@ -48,6 +49,7 @@ def write_checkpoint(
         ValueError: the directory holds something, the number of shards is impossible, or the tokenizer does not fit the
             config (``vocab_size`` too small, BOS and EOS not 0 and 1).
     """
+    check_path(directory, "a checkpoint is named by its folder")
     entries = source.entries()
     shards = plan_shards(entries, shard_bytes, num_shards)
     _check_token_ids(config)

@@ -112,6 +112,11 @@ class ModelRunner(StepRunner):
     def from_source(cls, config: AnyConfig, source: CheckpointSource, **options: Unpack[RunnerOptions]) -> ModelRunner:
         """A model of this config with the weights of any `CheckpointSource`."""
         check_runner_options("from_source", options)
+        if not isinstance(config, AnyConfig) or not isinstance(source, CheckpointSource):
+            raise ValueError(
+                f"from_source takes a ModelConfig and a CheckpointSource, got a {type(config).__name__} and a "
+                f"{type(source).__name__}"
+            )
         return build_runner(cls, config, source, **options)
 
     @property

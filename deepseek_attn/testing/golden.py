@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -39,6 +40,7 @@ from deepseek_attn.testing.golden_record import (
 )
 from deepseek_attn.testing.golden_source import GoldenSource, golden_config, uniform
 from deepseek_attn.utils.files import write_tensors
+from deepseek_attn.utils.hub import check_path
 from deepseek_attn.utils.version import __version__
 
 FORMAT = "1"
@@ -163,6 +165,7 @@ def load(name: str | Path) -> Golden:
     """
     if str(name) in CASES:
         return _computed(str(name))
+    check_path(name, "a fixture is named by its name or its file")
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"{str(name)!r} is neither a file nor a fixture: there are {', '.join(CASES)}")
@@ -231,6 +234,8 @@ def differences(
     golden = golden if isinstance(golden, Golden) else load(golden)
     if numerics not in golden.results:
         raise ValueError(f"numerics {numerics!r}: {golden.name} has {', '.join(golden.results)}")
+    if not isinstance(outputs, Mapping):
+        raise ValueError(f"outputs is of type {type(outputs).__name__}: pass results by op, {{'output': tensor}}")
     expected, tolerances = golden.results[numerics], dict(tolerances or {})
     if unknown := [name for name in (*outputs, *tolerances) if name not in expected]:
         raise ValueError(f"{golden.name} has no op {', '.join(unknown)} in {numerics}: there are {', '.join(expected)}")
@@ -240,11 +245,20 @@ def differences(
     for op, right in expected.items():
         if op in outputs:
             limit = tolerances.get(op, golden.tolerance(op, numerics))
-            got = outputs[op].detach().cpu()
+            got = _values(op, outputs[op])
             if op.endswith("attn_input") and len(got) < len(right):
                 right = right[-golden.rows :]
             found.append(difference(op, got, right, limit))
     return found
+
+
+def _values(op: str, output: object) -> Tensor:
+    """A result on the CPU; ValueError for anything but a tensor, or an array of NumPy, with values."""
+    output = torch.from_numpy(output) if isinstance(output, np.ndarray) else output
+    if not isinstance(output, Tensor) or output.is_meta:
+        given = "a tensor on the meta device" if isinstance(output, Tensor) else f"of type {type(output).__name__}"
+        raise ValueError(f"{op} is {given}: pass a tensor or an array with the op's results")
+    return output.detach().cpu()
 
 
 def write(directory: str | Path, chosen: Sequence[str] = ()) -> list[Path]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.options import as_list, is_integer
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.session import LayerSequence, LayerSession
@@ -105,7 +106,8 @@ class RandomLayer:
         return x.to(self.runner.dtype)
 
     def request(self, length: int) -> LayerRequest:
-        """A sequence of ``length`` random hidden states; no token is computed yet."""
+        """A sequence of ``length`` random hidden states, at least one; no token is computed yet."""
+        _check_lengths("length", [length])
         self.requests += 1
         return LayerRequest(self.hidden_states(length), self.session.sequence(), self.requests - 1)
 
@@ -160,7 +162,12 @@ class RandomLayer:
             self.attention.impl = impl
 
     def run(self, requests: Sequence[LayerRequest], chunks: Sequence[int]) -> None:
-        """Computes all requests together, each in chunks of these sizes; the last size repeats."""
+        """Computes all requests together, each in chunks of these sizes; the last size repeats.
+
+        Raises:
+            ValueError: no sizes, or sizes that are not positive integers.
+        """
+        _check_lengths("chunks", chunks)
         index = 0
         while pending := [request for request in requests if request.left]:
             size = chunks[min(index, len(chunks) - 1)]
@@ -173,6 +180,8 @@ class RandomLayer:
         The message names the request, the first wrong position and the step that computed it, the head and its
         channels, the number of wrong rows and heads, and the keys that the query reads.
         """
+        if not request.outputs:
+            raise ValueError("no token of the request is computed yet: call run or step before check")
         y = torch.cat(request.outputs)
         x, selected = request.x[: len(y)], torch.cat(request.selected).cpu() if request.selected else None
         if selected is not None:
@@ -240,3 +249,9 @@ class RandomLayer:
     def _keys(self, t: int, selected: Tensor | None) -> str:
         chosen = None if selected is None else [entry for entry in selected[t].tolist() if entry >= 0]
         return f"the query reads {self.reference.keys_of(t, chosen)}"
+
+
+def _check_lengths(name: str, lengths: Sequence[int]) -> None:
+    listed = as_list(lengths, f"{name}: positive integers")
+    if not listed or not all(is_integer(length) and length > 0 for length in listed):
+        raise ValueError(f"{name}={lengths!r:.80}: positive integers are needed, at least one")

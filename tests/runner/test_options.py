@@ -8,7 +8,7 @@ from typing import get_type_hints
 import pytest
 
 from deepseek_attn import LLM, ModelConfig, ModelRunner
-from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.checkpoint import RandomSource, SafetensorsSource, write_checkpoint
 from deepseek_attn.runner import StepOptions
 from deepseek_attn.runner.build import build_runner
 from deepseek_attn.runner.options import RunnerOptions
@@ -139,3 +139,17 @@ def test_wrong_options_of_a_step_change_nothing():
     a.free()
     b.free()
     assert runner.manager.available_pages() == free
+
+
+def test_sources_of_other_types_are_named():
+    config = ModelConfig.from_preset("tiny")
+    source = RandomSource(config, 0)
+    for call, message in (
+        (lambda: RandomSource(untyped(None), 0), "config is a NoneType: pass a ModelConfig"),
+        (lambda: ModelRunner.from_source(config, untyped(None)), "got a ModelConfig and a NoneType"),
+        (lambda: ModelRunner.from_source(untyped(source), untyped(config)), "got a RandomSource and a "),
+        (lambda: SafetensorsSource(untyped(None)), "a checkpoint is named by its folder, got None"),
+        (lambda: write_checkpoint(source, config, untyped(5)), "a checkpoint is named by its folder, got 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -421,3 +421,18 @@ def test_layers_of_a_crop(tmp_path, capsys):
     golden.compare(fixture, {"output": theirs(fixture.inputs["x"])})
     with pytest.raises(ValueError, match="was made from another checkpoint"):
         fixture.weights()
+
+
+def test_results_of_numpy_and_of_other_types():
+    fixture = golden.load("v4_c4a_layer")
+    output = fixture.results["float32"]["output"]
+    assert golden.compare(fixture, untyped({"output": output.numpy()}))[0].difference == 0
+    for outputs, message in (
+        ({"output": output.tolist()}, "output is of type list: pass a tensor or an array"),
+        ({"output": output.to("meta")}, "output is a tensor on the meta device"),
+        (None, "outputs is of type NoneType"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            golden.compare(fixture, untyped(outputs))
+    with pytest.raises(ValueError, match="a fixture is named by its name or its file, got None"):
+        golden.load(untyped(None))

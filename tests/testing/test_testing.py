@@ -17,7 +17,7 @@ from deepseek_attn.testing.random_layer import NAN_BYTE
 from deepseek_attn.testing.transformers_layer import TransformersLayer
 from tests.house.test_imports import MODULES, imported_with
 from tests.support.tiers import tiered
-from tests.support.typed import required
+from tests.support.typed import required, untyped
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path(testing_file).with_name("__main__.py")  # a program: importing it runs it
@@ -213,3 +213,18 @@ def test_importing_it_needs_no_pytest_and_no_transformers():
     assert not packages & {"pytest", "transformers"}
     assert "torch" in packages
     assert "pytest" in reached("deepseek_attn.testing.fixtures")
+
+
+def test_wrong_lengths_of_a_random_layer_are_refused(random_layer):
+    layer = random_layer("tiny", 1)
+    for length in (0, -1, 1.5, None, "x"):
+        with pytest.raises(ValueError, match=r"length=.*positive integers are needed"):
+            layer.request(untyped(length))
+    request = layer.request(5)
+    for chunks in ([], [0], ["x"], [1.5], None, 5):
+        with pytest.raises(ValueError, match=r"chunks.*positive integers"):
+            layer.run([request], untyped(chunks))
+    with pytest.raises(ValueError, match="no token of the request is computed yet"):
+        layer.check(request)
+    layer.run([request], [2])
+    layer.check(request)
