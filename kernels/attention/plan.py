@@ -304,7 +304,7 @@ LIBRARY = Table(
     "attention.library",
     {"FlashMLA": flashmla_runs & (~ROWS | COMPILED), "attend_kernel": ANY},
     [
-        Row(ROWS, "FlashMLA"),
+        Row(ROWS, "FlashMLA", source="h100_tune_v4_pro.json: attention.library"),
         Row(V32 & HEADS_128 & above("queries", 1), "FlashMLA", source=V32_OPS),
         Row(V32 & HEADS_64 & above("queries", 7), "FlashMLA", source=V32_OPS),
         Row(V32 & ~COMPILED & above("queries", 31), "FlashMLA", source=V32_OPS),

@@ -153,7 +153,7 @@ WINDOWS = Table(
     "insert.windows",
     {"insert_tokens_kernel": keys_and_kept_rings, "compress_kernel": ANY},
     [
-        Row(SHORT_WINDOWS, "insert_tokens_kernel", whole_windows),
+        Row(SHORT_WINDOWS, "insert_tokens_kernel", whole_windows, "h200_tune_v4_pro.json: insert.windows"),
         Row(ANY, "insert_tokens_kernel", SHARED_WINDOWS),
         Row(SHORT_WINDOWS, "compress_kernel", whole_windows, PROGRAMS),
         Row(ANY, "compress_kernel", SHARED_WINDOWS, PROGRAMS),
@@ -163,7 +163,7 @@ KEYS = one_kernel(  # same warps as in a launch with compressors: the order of a
     "insert.keys",
     "norm_rope_insert_kernel",
     (has("dims") & FEW_TOKENS, RowTiles(POOL_WARPS, early=True)),
-    (has("dims"), RowTiles(POOL_WARPS, early=False)),
+    (has("dims"), RowTiles(POOL_WARPS, early=False), "h200_tune_v4_pro.json: insert.keys"),
     (FEW_TOKENS, RowTiles(1, early=True), "h200_tune_v41_flash.json: insert.keys"),
     (ANY, RowTiles(1, early=False), PROGRAMS),
 )

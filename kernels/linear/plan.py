@@ -344,7 +344,7 @@ QUANTIZERS = one_kernel(
     "linear.quantize_input",
     "quantize_input_kernel",
     (up_to("planned_rows", 64), quantizer_tiles(2, 256, 4), QUANTIZED_DATA),
-    (has("rotated"), quantizer_tiles(4, 512, 2)),
+    (has("rotated"), quantizer_tiles(4, 512, 2), "h200_tune_v4_pro.json: linear.quantize_input"),
     (ANY, quantizer_tiles(8, 512, 4), QUANTIZED_DATA),
 )
 

@@ -202,7 +202,7 @@ GROUPINGS = Table(
         "place_pairs_kernel": ~FOR_HOPPER,
     },
     [
-        Row(FEW_PAIRS, "prepare_decode_rows_kernel", LaunchBlock(512, 4)),
+        Row(FEW_PAIRS, "prepare_decode_rows_kernel", LaunchBlock(512, 4), "h200_tune_v4_pro.json: moe.grouping"),
         Row(ANY, "place_rows_kernel", LaunchBlock(128, 4), "h100_experts.json: placing_pairs"),
         Row(FEW_PAIRS, PORTABLE, source=f"{_V41}: moe.grouping"),
         Row(ANY, "place_pairs_kernel", _pair_blocks),
@@ -232,7 +232,7 @@ COMBINES = one_kernel(
     "moe.combine",
     "moe_combine_kernel",
     (up_to("values", 1 << 18), LaunchBlock(128, 1), f"{_V41}: moe.combine"),
-    (up_to("values", 1 << 22), LaunchBlock(512)),
+    (up_to("values", 1 << 22), LaunchBlock(512), "h200_tune_v4_pro.json: moe.combine"),
     (ANY, LaunchBlock(1024)),
 )
 SWIGLUS = one_kernel(
