@@ -212,3 +212,22 @@ def quantize_pairs(first, second, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr):
         scale, factor = group_scales(tl.max(tl.reshape(bits, (ROWS, GROUPS, 64)), 2), POW2)
         factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, GROUPS, 64)), first.shape)
     return e4m3_pairs(scaled(first, factor, POW2), scaled(second, factor, POW2), NATIVE_FP8), scale
+
+
+@triton.jit
+def round_pairs(first, second, GROUP: tl.constexpr, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Neighbouring channels, float32 ``[rows, pairs]``, rounded to e4m3 times a scale per ``GROUP`` channels."""
+    PAIRS: tl.constexpr = GROUP // 2
+    ROWS: tl.constexpr = first.shape[0]
+    GROUPS: tl.constexpr = first.shape[1] // PAIRS
+    # the largest magnitude by its bits, of which a NaN has more than any number
+    bits = tl.maximum(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    scale, factor = group_scales(tl.max(tl.reshape(bits, (ROWS, GROUPS, PAIRS)), 2), POW2)
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, GROUPS, PAIRS)), first.shape)
+    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, GROUPS, PAIRS)), first.shape)
+    first, second = scaled(first, factor, POW2), scaled(second, factor, POW2)
+    if NATIVE_FP8:
+        first, second = first.to(tl.float8e4nv).to(tl.float32), second.to(tl.float8e4nv).to(tl.float32)
+    else:
+        first, second = round_e4m3(first), round_e4m3(second)
+    return first * scale, second * scale

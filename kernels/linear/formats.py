@@ -29,8 +29,8 @@ class Segment:
 
     Attributes:
         weight: ``[N, K]`` of a float dtype or float8_e4m3fn, or packed FP4, uint8 ``[N, K / 2]``.
-        scale: FP8 weight: float32 ``[ceil(N / group), ceil(K / group)]``, with the group of ``input_format``; FP4
-            weight: e8m0 bytes ``[N, K / 32]``; unquantised weight: None.
+        scale: FP8 weight: float32 ``[ceil(N / group), ceil(K / group)]``, with the group of ``input_format``, powers of
+            two for groups of 32; FP4 weight: e8m0 bytes ``[N, K / 32]``; unquantised weight: None.
         input_format: how the product with a quantised weight quantises its input, in groups of 128 or 32; plain torch
             takes any group size.
         out_dtype: of the output; None: the dtype of the input.
@@ -48,7 +48,7 @@ class Segment:
 
     @property
     def reads_fp8_once(self) -> bool:
-        """An earlier launch may quantise the input; for groups of 32, programs always quantise their own input."""
+        """An earlier launch may quantise the input. Of groups of 32 it may round it (`LinearWeight.rounds_once`)."""
         return self.reads_fp8 and self.input_format.group == FP8_INPUT_GROUP
 
 

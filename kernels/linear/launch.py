@@ -24,6 +24,7 @@ from deepseek_attn.kernels.common.plans import Choice, cdiv, launch_options, nex
 from deepseek_attn.kernels.common.quant import ROW_MULTIPLE, InputFormat, QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.linear.expand_triton import expand_weight_kernel
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment
 from deepseek_attn.kernels.linear.linear_decode_hopper import DecodeInput, DecodeTiling, linear_decode_hopper_kernel
 from deepseek_attn.kernels.linear.linear_hopper import linear_hopper_kernel
@@ -36,6 +37,8 @@ from deepseek_attn.kernels.linear.linear_triton import (
     multi_linear_kernel,
 )
 from deepseek_attn.kernels.linear.plan import (
+    EXPANDED_CHANNELS,
+    EXPANDED_ROWS,
     HOPPER_FP8_WEIGHTS,
     HOPPER_PLAIN_WEIGHTS,
     PLAIN_CHANNELS,
@@ -43,7 +46,14 @@ from deepseek_attn.kernels.linear.plan import (
     plan,
     quantizes_before,
 )
-from deepseek_attn.kernels.linear.problem import LinearPlan, LinearProblem, LinearWeight, ProductPlan, QuantizeProblem
+from deepseek_attn.kernels.linear.problem import (
+    DotFormat,
+    LinearPlan,
+    LinearProblem,
+    LinearWeight,
+    ProductPlan,
+    QuantizeProblem,
+)
 from deepseek_attn.kernels.linear.quantize_triton import QuantizeConstants, QuantizeInputs, quantize_input_kernel
 
 _BYTES = gl.NVMMASharedLayout(128, 8, 2)
@@ -200,9 +210,13 @@ def launch(
     rope: Rope | None = None,
 ) -> tuple[list[Tensor], QuantizedRows | None]:
     """Products of ``x [M, groups * K]`` with each segment; a single product also in FP8 if the plan has it."""
-    pow2_scales = _pow2_scales(segments)
+    pow2_scales, rounded = _pow2_scales(segments), None
     if plan.quantizes and plan.input is not None:
         quantized = quantize_rows(plan.input, x, pow2_scales, groups if groups > 1 else None, rope)
+    elif plan.rounds and plan.input is not None:
+        rounded = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        group = next(one.input_format.group for one in segments if one.reads_fp8)
+        _launch_quantize(plan.input, x, rounded, None, pow2_scales, rope, group)
     elif plan.input is not None:
         rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
         _launch_quantize(plan.input, x, rotated, None, pow2_scales, rope)
@@ -212,12 +226,13 @@ def launch(
     for product in plan.products:
         chosen = [segments[i] for i in product.weights]
         if product.choice.kernel == "cuBLAS":
-            results = _by_cublas(x, chosen, quantized if chosen[0].reads_fp8_once else None, groups)
+            source = rounded if rounded is not None and chosen[0].reads_fp8 else x
+            results = _by_cublas(source, chosen, quantized if chosen[0].reads_fp8_once else None, groups, x.dtype)
         else:
             results = [x.new_empty(len(x), len(one.weight), dtype=one.out_dtype or x.dtype) for one in chosen]
             if product.quantizes_output:
                 output = empty_quantized_rows(len(x), len(chosen[0].weight), x.device, pow2_scales)
-            rows = quantized if product.quantized else None
+            rows = quantized if product.quantized else rounded if product.rounded else None
             launch_products = _LAUNCHES[product.choice.kernel]
             launch_products(plan.gpu, product, x, rows, chosen, results, output, groups)
         outs |= zip(product.weights, results, strict=True)
@@ -225,16 +240,24 @@ def launch(
 
 
 def _launch_triton(
-    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | None, segments: Sequence[Segment],
+    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | Tensor | None, segments: Sequence[Segment],
     outs: Sequence[Tensor], output: None, groups: int,
 ) -> None:  # fmt: skip
     config, K, count = product.choice.config, x.shape[1] // groups, len(product.fp8.SIZES)
     fp8, plain, input_format = segments[:count], segments[count:], segments[0].input_format
-    q, q_scale = (x, x) if quantized is None else (fp8_view(quantized.values), quantized.scale)
+    q, q_scale, group_stride, mode = x, x, 0, "quantize" if fp8 and input_format.fp8 else "plain"
+    if isinstance(quantized, QuantizedRows):
+        q, q_scale, mode = fp8_view(quantized.values), quantized.scale, "quantized"
+        group_stride = q.stride(0) if groups > 1 else 0
+    elif quantized is not None:
+        q, group_stride, mode = quantized, K, "rounded"
     strides = x.stride(0), q.stride(-2), q_scale.stride(1)
-    group_strides = K, q.stride(0) if groups > 1 else 0, K // 128 * q_scale.stride(1)
+    group_strides = K, group_stride, K // 128 * q_scale.stride(1)
     dot, plain_dot = ((_DOT_DTYPES[one.dtype], one.parts, one.precision) for one in product.dots)
-    mode = "quantized" if quantized is not None else "quantize" if fp8 and input_format.fp8 else "plain"
+    group = input_format.group if fp8 else 128
+    # scales multiply the input where bfloat16 holds the results
+    several = K % 128 == 0 and product.fp8.GROUP_ROWS % group == 0 and product.dots[0] == DotFormat(torch.bfloat16)
+    channels = 128 if several else group
     constants = config.stages, config.prefetched_blocks, input_format.pow2_scales, gpu.native_fp8, gpu.pdl
     multi_linear_kernel[(product.jobs,)](
         LinearInputs(x, q, q_scale, *strides, *group_strides),
@@ -246,18 +269,18 @@ def _launch_triton(
         _scratch(product, x, x),
         len(x),
         CONSTANTS=LinearConstants(K, config.tokens, *constants),
-        FP8=WeightFormat(product.fp8, config.rows, input_format.group if fp8 else 128, True, mode, *dot),
-        PLAIN=WeightFormat(product.plain, config.rows, PLAIN_CHANNELS, False, "plain", *plain_dot),
+        FP8=WeightFormat(product.fp8, config.rows, channels, group, True, mode, *dot),
+        PLAIN=WeightFormat(product.plain, config.rows, PLAIN_CHANNELS, PLAIN_CHANNELS, False, "plain", *plain_dot),
         num_stages=config.stages,
         **launch_options(config.warps, gpu.pdl),
     )
 
 
 def _launch_hopper(
-    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | None, segments: Sequence[Segment],
+    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | Tensor | None, segments: Sequence[Segment],
     outs: Sequence[Tensor], output: QuantizedRows | None, groups: int,
 ) -> None:  # fmt: skip
-    if quantized is None:
+    if not isinstance(quantized, QuantizedRows):
         raise ValueError(f"linear_hopper_kernel reads an input in FP8, and the plan has none: {product}")
     q, q_scale, _ = quantized
     config, (M, K), count = product.choice.config, q.shape[-2:], len(product.fp8.SIZES)
@@ -305,12 +328,12 @@ def _launch_hopper(
 
 
 def _launch_decode(
-    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | None, segments: Sequence[Segment],
+    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | Tensor | None, segments: Sequence[Segment],
     outs: Sequence[Tensor], output: QuantizedRows | None, groups: int,
 ) -> None:  # fmt: skip
     config, (M, K) = product.choice.config, (len(x), segments[0].weight.shape[1])
     source = DecodeInput(x, x.stride(0), 0, x, 0)
-    if quantized is not None:
+    if isinstance(quantized, QuantizedRows):
         q, q_scale, _ = quantized
         source = DecodeInput(q, q.stride(-2), q.stride(0) if groups > 1 else 0, q_scale, q_scale.stride(1))
     split_blocks = cdiv(K // 128, product.fp8.SPLITS)
@@ -374,10 +397,12 @@ def _memory(product: ProductPlan, x: Tensor, output: QuantizedRows | None, unuse
 
 
 def _by_cublas(
-    x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None, groups: int
+    x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None, groups: int, dtype: torch.dtype
 ) -> Sequence[Tensor]:
     """The product with an FP8 weight, by group; or one product with adjacent plain weights, in columns."""
-    weight, scale, out_dtype = segments[0].weight, segments[0].scale, segments[0].out_dtype or x.dtype
+    weight, scale, out_dtype = segments[0].weight, segments[0].scale, segments[0].out_dtype or dtype
+    if scale is not None and segments[0].input_format.group != FP8_INPUT_GROUP:
+        return [_expanded_product(x, _expanded(weight, scale), groups, out_dtype)]
     if scale is None or quantized is None:
         sizes = [len(segment.weight) for segment in segments]
         weight = weight.as_strided((sum(sizes), weight.shape[1]), weight.stride())
@@ -392,6 +417,26 @@ def _by_cublas(
         if not out.is_meta:  # has no such product
             torch._scaled_mm(q, block.t(), q_scale, block_scale.t(), out_dtype=torch.bfloat16, out=columns)
     return [out[: values.shape[1]]]
+
+
+def _expanded(weight: Tensor, scale: Tensor) -> Tensor:
+    """The bfloat16 values of an FP8 weight in blocks of 32."""
+    N, K = weight.shape
+    out = torch.empty(N, K, dtype=torch.bfloat16, device=weight.device)
+    expand_weight_kernel[(N // EXPANDED_ROWS, cdiv(K, EXPANDED_CHANNELS))](
+        fp8_view(weight), scale, out, K=K, ROWS=EXPANDED_ROWS, CHANNELS=EXPANDED_CHANNELS,
+        NATIVE_FP8=gpu(weight.device).native_fp8, **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def _expanded_product(x: Tensor, weight: Tensor, groups: int, out_dtype: torch.dtype) -> Tensor:
+    if groups == 1:
+        return torch.mm(x, weight.t()) if out_dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=out_dtype)
+    out = torch.empty(len(x), len(weight), dtype=out_dtype, device=x.device)
+    for rows, block, columns in zip(x.chunk(groups, 1), weight.chunk(groups), out.chunk(groups, 1), strict=True):
+        torch.mm(rows, block.t(), out=columns)
+    return out
 
 
 def padded_rows(rows: QuantizedRows) -> QuantizedRows:
@@ -429,11 +474,12 @@ def quantize_rows(
 
 
 def _launch_quantize(
-    plan: Choice, x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: bool, rope: Rope | None
+    plan: Choice, x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: bool, rope: Rope | None, round: int = 0
 ) -> None:
     """Writes ``x [M, channels]`` to ``out [M, channels]`` or ``[groups, M, channels / groups]``.
 
-    In its dtype; or as FP8, with ``scale [channels / 128, M]``.
+    In the dtype of ``out``, rounded to FP8 in groups of ``round`` channels if there are; or as FP8, with ``scale
+    [channels / 128, M]``.
     """
     if not len(x):
         return
@@ -452,6 +498,7 @@ def _launch_quantize(
             K=channels,
             GROUP_K=out.shape[-1],
             QUANTIZE=scale is not None,
+            ROUND=round,
             POW2=pow2_scales,
             ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1],
             HEAD_DIM=head_dim,

@@ -30,6 +30,7 @@ from deepseek_attn.kernels.common.plans import (
     planner,
     up_to,
 )
+from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
 from deepseek_attn.kernels.linear.problem import (
     DotFormat,
     LinearDecodeTiles,
@@ -51,6 +52,8 @@ JOIN_FROM = 256  # tokens; with 128, the five plain projections of a C4A layer t
 DECODE_TOKENS = 16  # at most, of `linear_decode_hopper`
 HOPPER_FP8_WEIGHTS, HOPPER_PLAIN_WEIGHTS = 3, 5  # FP8 and plain weights of a launch on Hopper, at most
 OWN_BLOCKS = 16  # of a job whose input `linear_decode_hopper` quantises, at most: a register holds one value
+EXPANDED_ROWS, EXPANDED_CHANNELS = 32, 512  # of a program that expands a weight in blocks of 32
+EXPAND_FROM = 65  # tokens; fewer take less time than expanding a weight
 PLAIN_CHANNELS = 64  # of a plain weight that a program of `linear_triton` reads at once; of an FP8 weight a group
 
 
@@ -59,12 +62,19 @@ PLAIN_CHANNELS = 64  # of a plain weight that a program of `linear_triton` reads
 
 @condition
 def one_product_of_cublas(problem: LinearProblem, gpu: GPU) -> bool:
-    """A plain product, or a block-scaled FP8 one on Hopper; cuBLAS chooses its sums by the number of tokens."""
+    """A plain product, or a block-scaled FP8 one: on Hopper in FP8 for blocks of 128, in bfloat16 for blocks of 32.
+
+    cuBLAS chooses its sums by the number of tokens.
+    """
     if len(problem.weights) != 1 or problem.batch_invariant:
         return False
     (weight,) = problem.weights
     if weight.input_format is None:
         return weight.dtype == problem.dtype and weight.out in (problem.dtype, F32)
+    if weight.input_format.group != FP8_INPUT_GROUP:  # exact in bfloat16, as a rounded input is
+        exact = problem.rounded or (problem.dtype == BF16 and not weight.input_format.fp8)
+        outs = (BF16,) if problem.groups > 1 else (BF16, F32)
+        return exact and weight.out in outs and weight.rows % EXPANDED_ROWS == 0 and problem.channels % 32 == 0
     if not (gpu.hopper and problem.quantized and weight.reads_fp8_once and weight.out == BF16):
         return False
     return weight.rows // problem.groups % 128 == 0 and problem.channels % 512 == 0  # 16-byte rows of scales
@@ -133,6 +143,9 @@ def large_for_cublas(problem: LinearProblem, gpu: GPU) -> bool:
     cuBLAS does not split K: its time is at least proportional to K.
     """
     M, N, K = problem.tokens, problem.weights[0].rows // problem.groups, problem.channels
+    read = problem.weights[0].input_format
+    if read is not None and read.group != FP8_INPUT_GROUP:
+        return M >= EXPAND_FROM and problem.groups * N * K >= 1 << 20
     fp8, on_hopper = bool(problem.fp8), hopper_products(problem, gpu)
     if M <= 32 or (on_hopper and M <= 128):
         return False
@@ -145,6 +158,12 @@ def large_for_cublas(problem: LinearProblem, gpu: GPU) -> bool:
 def quantizes_output(problem: LinearProblem, gpu: GPU) -> bool:
     """Also writes FP8, for which a warpgroup needs 128 rows; up to 32 tokens, tiles of 64 rows gain more."""
     return problem.quantize_output and problem.planned_tokens > 32
+
+
+@condition
+def blocks_of_32(problem: LinearProblem, gpu: GPU) -> bool:
+    """FP8 weights with a scale for 32 rows and channels."""
+    return any(one.input_format.group != FP8_INPUT_GROUP for one in problem.fp8 if one.input_format is not None)
 
 
 hopper_products = fp8_on_hopper & quantized_beside_plain
@@ -302,6 +321,13 @@ def tiles_in_splits(channels: int, plain_tiles: int) -> Callable[[LinearProblem,
     return config
 
 
+def tiles_of_two_blocks(problem: LinearProblem, gpu: GPU) -> LinearTiles:
+    """Tiles of 64 rows: the input is multiplied by the scales of each block of 32 of them."""
+    tiles = cdiv(problem.planned_tokens, 64) * cdiv(problem.rows + 2 * problem.plain_rows, 64)
+    splits = _splits(2 * gpu.multiprocessors, tiles, problem.channels // 512)
+    return _triton_config(problem, gpu, 64, splits, splits, 4, 4)
+
+
 DECODE, HOPPER, TRITON = "linear_decode_hopper_kernel", "linear_hopper_kernel", "multi_linear_kernel"
 DECODE_DATA, LAYERS = "h200_few_tokens.json: rows", "h200_layer_choices.json: rows"
 TUNED = "h100_tune_v4_flash.json: linear.products"
@@ -324,6 +350,7 @@ PRODUCTS: Table[LinearProblem] = Table(
         Row(streams_weights & ~fills_gpu & ~fills_gpu_with_halves, DECODE, half_ring, DECODE_DATA),
         Row(quantizes_output, HOPPER, tiles_of_scaled_output, LAYERS),
         Row(~UP_TO_8, HOPPER, tiles_at_once, LAYERS),
+        Row(blocks_of_32 & ~UP_TO_8, TRITON, tiles_of_two_blocks, "h200_v41_linears.json: rows"),
         Row(WIDE & UP_TO_32, TRITON, tiles_of_all_channels, "h200_wide_linears.json: rows"),
         Row(WIDE_PLAIN & UP_TO_32, TRITON, tiles_read_early, TUNED),
         Row(UP_TO_8, TRITON, tiles_read_early, "h200_layer_linears.json: rows"),
@@ -358,22 +385,24 @@ def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
     once = not problem.quantized and any(weight.reads_fp8_once for weight in problem.weights)
     # heads are rotated by a launch anyway: in the product, many programs read each head, which took 5 us more
     quantizes = once and (problem.planned_tokens > QUANTIZE_ABOVE or problem.rotated)
+    rounds = not quantizes and any(weight.rounds_once for weight in problem.weights)
+    rounds = rounds and problem.planned_tokens > QUANTIZE_ABOVE
     input_plan = None
-    if quantizes or problem.rotated:
+    if quantizes or rounds or problem.rotated:
         channels = problem.groups * problem.channels
         rows = QuantizeProblem(problem.tokens, channels, problem.batch_invariant, problem.rotated)
         input_plan = QUANTIZERS.choose(rows, gpu)
-    problem = replace(problem, rotated=False, quantized=problem.quantized or quantizes)
+    problem = replace(problem, rotated=False, quantized=problem.quantized or quantizes, rounded=rounds)
     products, left = [], []
     for run in adjacent_runs(problem):
         joined = problem.weights[run[0]]._replace(rows=sum(problem.weights[i].rows for i in run), follows=False)
         choice = LIBRARY.choose(replace(problem, weights=(joined,)), gpu)
         if choice.kernel == "cuBLAS":
-            products.append(ProductPlan(choice, run, quantized=problem.quantized))
+            products.append(ProductPlan(choice, run, quantized=problem.quantized, rounded=rounds))
         else:
             left += run
     products += [_product(problem, places, gpu) for places in _launches(problem.weights, left)]
-    return LinearPlan(input_plan, quantizes, tuple(products), gpu)
+    return LinearPlan(input_plan, quantizes, rounds, tuple(products), gpu)
 
 
 @planner("linear.empty_quantized")
@@ -432,8 +461,9 @@ def _product(problem: LinearProblem, places: tuple[int, ...], gpu: GPU) -> Produ
         quantizes = kernel == DECODE and problem.quantize_output and config.rows == 128
     fp8, plain = replace(fp8, SPLITS=splits), replace(plain, SPLITS=plain_splits)
     quantized = problem.quantized and any(weight.reads_fp8_once for weight in problem.fp8)
+    rounded = problem.rounded and any(weight.rounds_once for weight in problem.fp8)
     dots = tuple(dot_format(problem.dtype, weights, gpu) for weights in (problem.fp8, problem.plain))
-    return ProductPlan(choice, places, token_tiles, fp8, plain, quantized, quantizes, dots)
+    return ProductPlan(choice, places, token_tiles, fp8, plain, quantized, rounded, quantizes, dots)
 
 
 def _tiled(weights: Sequence[LinearWeight], rows: int, groups: int = 1) -> WeightTiles:
@@ -451,13 +481,15 @@ def _without_empty(blocks: int, splits: int) -> int:
 def dot_format(x: torch.dtype, weights: Sequence[LinearWeight], gpu: GPU) -> DotFormat:
     """Of weights of one kind, or none. No choice rounds the factors.
 
-    Float16 and bfloat16 hold e4m3, and three bfloat16 hold a float32. Sums of FP8 products keep about 14 bits on
-    compute capability 9.0, too few for a float32 output.
+    Float16 and bfloat16 hold e4m3, bfloat16 also e4m3 times a power of two, and three bfloat16 hold a float32. Sums of
+    FP8 products keep about 14 bits on compute capability 9.0, too few for a float32 output.
     """
     if not weights:
         return DotFormat(torch.float16)
     weight = weights[0]
     if weight.input_format is not None:
+        if weight.rounds_once:
+            return DotFormat(BF16)
         if weight.input_format.fp8:
             return DotFormat(FP8 if gpu.native_fp8 and weight.out != F32 else torch.float16)
         return DotFormat(x) if x in HALVES else DotFormat(BF16, 3)

@@ -33,8 +33,14 @@ class LinearWeight(NamedTuple):
 
     @property
     def reads_fp8_once(self) -> bool:
-        """An earlier launch may quantise the input. False for groups of 32: kernels quantise these as they read."""
+        """An earlier launch may quantise the input."""
         return self.input_format is not None and self.input_format.fp8 and self.input_format.group == FP8_INPUT_GROUP
+
+    @property
+    def rounds_once(self) -> bool:
+        """An earlier launch may round the input to FP8 in groups of 32: bfloat16 holds the values with their scales."""
+        read = self.input_format
+        return read is not None and read.fp8 and read.pow2_scales and read.group != FP8_INPUT_GROUP
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class LinearProblem:
         groups: diagonal blocks of the weight.
         rotated: inverse RoPE is applied to the input before the product.
         quantized: the caller has quantised the input, for weights with `LinearWeight.reads_fp8_once`.
+        rounded: the input is rounded before, for weights with `LinearWeight.rounds_once`.
         aligned, quantized_aligned: address and row stride of the input, or of its FP8 copy, are multiples of 16 bytes.
         quantize_output: also return the output in FP8 if that needs no further launch; for one weight.
         batch_invariant: sums of a token do not depend on the number of tokens.
@@ -60,6 +67,7 @@ class LinearProblem:
     groups: int = 1
     rotated: bool = False
     quantized: bool = False
+    rounded: bool = False
     aligned: bool = True
     quantized_aligned: bool = True
     quantize_output: bool = False
@@ -168,7 +176,7 @@ class LinearDecodeTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizeProblem(RowsProblem):
-    """Rows that are quantised, rotated back, or both: ``rotated``."""
+    """Rows that are quantised or rounded, rotated back, or both: ``rotated``."""
 
     rotated: bool = False
 
@@ -217,7 +225,7 @@ class ProductPlan:
         weights: indices into the problem's weights, FP8 weights first; cuBLAS multiplies adjacent weights as one.
         token_tiles: number of token tiles.
         fp8, plain: tiles of the FP8 and of the unquantised weights; none for cuBLAS.
-        quantized: an earlier launch quantises the inputs of FP8 weights.
+        quantized, rounded: an earlier launch quantises the inputs of FP8 weights, or rounds them.
         quantizes_output: the launch also writes the output in FP8.
         dots: of FP8 and of unquantised weights, for `multi_linear_kernel`.
     """
@@ -228,6 +236,7 @@ class ProductPlan:
     fp8: WeightTiles = NO_TILES
     plain: WeightTiles = NO_TILES
     quantized: bool = False
+    rounded: bool = False
     quantizes_output: bool = False
     dots: tuple[DotFormat, ...] = ()
 
@@ -242,13 +251,15 @@ class LinearPlan:
     """Launches of an op, in execution order.
 
     Attributes:
-        input: plan of the launch that prepares the input: quantises it, or only applies inverse RoPE. None: no launch.
-        quantizes: the ``input`` launch quantises.
+        input: plan of the launch that prepares the input: quantises or rounds it, or only applies inverse RoPE. None:
+            no launch.
+        quantizes, rounds: what the ``input`` launch does.
         products: launches of the products.
         gpu: target of the plan.
     """
 
     input: Choice | None
     quantizes: bool
+    rounds: bool
     products: tuple[ProductPlan, ...]
     gpu: GPU

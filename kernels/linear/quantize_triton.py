@@ -1,4 +1,4 @@
-"""Triton kernel that quantises the input of FP8 linears, and first rotates attention's output back.
+"""Triton kernel that quantises or rounds the input of FP8 linears, and first rotates attention's output back.
 
 Channels are read in pairs, as words of twice the size: a rotation then needs no value of another thread, and all loads
 and stores are 16 bytes wide.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.fp8_triton import quantize_pairs
+from deepseek_attn.kernels.common.fp8_triton import quantize_pairs, round_pairs
 from deepseek_attn.kernels.common.row_ops_triton import pdl_begin, rotated_back
 
 
@@ -42,7 +42,7 @@ class QuantizeInputs(NamedTuple):
 
     Attributes:
         x: ``[M, K]`` of a float dtype; x_stride: elements from a row to the next, even.
-        out: ``[K / GROUP_K, M, GROUP_K]``, FP8 or of the dtype of x; out_stride, out_group_stride: of its dimensions.
+        out: ``[K / GROUP_K, M, GROUP_K]``, FP8 or of a float dtype; out_stride, out_group_stride: of its dimensions.
         scale: float32 ``[K / 128, scale_stride]``, a row per 128 channels, or None.
         positions: ``[M]``; those below 0 are not rotated. None without a rotation.
         cos_sin: float32 ``[positions, ROPE_DIM]`` for the last channels of a head, or None.
@@ -66,6 +66,7 @@ class QuantizeConstants:
     Attributes:
         K: channels of a row; GROUP_K: of a group of the output.
         QUANTIZE: the output is FP8 under a scale per 128 channels; POW2: a power of two.
+        ROUND: channels of a group that is rounded to FP8 values times their scale, 0 for no rounding.
         ROPE_DIM: rotated channels of a head, 0 for no rotation; HEAD_DIM: channels of a head.
         ROWS, CHANNELS: of a program's tile.
         NATIVE_FP8, PDL: as in `GPU`.
@@ -74,6 +75,7 @@ class QuantizeConstants:
     K: int
     GROUP_K: int
     QUANTIZE: bool
+    ROUND: int
     POW2: bool
     ROPE_DIM: int
     HEAD_DIM: int
@@ -85,7 +87,7 @@ class QuantizeConstants:
 
 @triton.jit(do_not_specialize=["M"])
 def quantize_input_kernel(rows, M, CONSTANTS: tl.constexpr):
-    """A tile of ``M`` rows (`QuantizeInputs`), rotated back if ``ROPE_DIM``, quantised if ``QUANTIZE``."""
+    """A tile of ``M`` rows (`QuantizeInputs`), rotated back if ``ROPE_DIM``, quantised if ``QUANTIZE``, or rounded."""
     K: tl.constexpr = CONSTANTS.K
     GROUP_K: tl.constexpr = CONSTANTS.GROUP_K
     POW2: tl.constexpr = CONSTANTS.POW2
@@ -95,6 +97,8 @@ def quantize_input_kernel(rows, M, CONSTANTS: tl.constexpr):
     PAIRS: tl.constexpr = CONSTANTS.CHANNELS // 2
     DTYPE: tl.constexpr = rows.x.dtype.element_ty
     WORD: tl.constexpr = tl.int64 if DTYPE == tl.float32 else tl.int32  # noqa: SIM300
+    OUT: tl.constexpr = rows.out.dtype.element_ty
+    OUT_WORD: tl.constexpr = tl.int64 if OUT == tl.float32 else tl.int32  # noqa: SIM300
     pdl_begin(CONSTANTS.PDL)  # wait until the previous kernel has written x
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
@@ -124,4 +128,6 @@ def quantize_input_kernel(rows, M, CONSTANTS: tl.constexpr):
         target = rows.scale + group[None, :].to(tl.int64) * rows.scale_stride + token[:, None]
         tl.store(target, scale, mask=(row < M)[:, None] & (group < K // 128)[None, :])
     else:
-        tl.store(rows.out.to(tl.pointer_type(WORD)) + out_word, _word(first, second, DTYPE), mask=inside)
+        if CONSTANTS.ROUND > 0:
+            first, second = round_pairs(first, second, CONSTANTS.ROUND, POW2, CONSTANTS.NATIVE_FP8)
+        tl.store(rows.out.to(tl.pointer_type(OUT_WORD)) + out_word, _word(first, second, OUT), mask=inside)

@@ -105,6 +105,7 @@ def first_sizes(problem: Any) -> Any:
 @pytest.fixture(scope="module")
 def problems():
     found = set().union(*map(problems_of, MODELS), problems_of("v4_flash", "exact", torch.float32))
+    found |= problems_of("v41_flash", "official")  # weights in blocks of 32
     return {
         table.name: [problem for name, problem in found if name == table.name] + STATED.get(table.name, [])
         for table in TABLES

@@ -121,7 +121,7 @@ def test_products_compile(arch, product):
     quantizers = found.pop("quantize_input_kernel", [])
     kernels = [kernel for launches in found.values() for kernel in launches]
     assert len(kernels) == 1
-    assert len(quantizers) == (segments[0].reads_fp8_once and M > 8)
+    assert len(quantizers) == (segments[0].reads_fp8 and M > 8)
     for kernel in kernels + quantizers:
         assert ("griddepcontrol" in kernel.asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
         assert "e4m3" not in kernel.asm["ptx"] or arch != "sm80"
@@ -129,8 +129,25 @@ def test_products_compile(arch, product):
         early = kernels[0].asm["ptx"].partition("griddepcontrol.wait")[0]
         assert "ld.global" in early, "the first weights are asked for while the launch ahead still runs"
     if arch == "sm90" and quantizers:
-        assert "f32.e4m3.e4m3" in kernels[0].asm["ptx"]
+        assert ("f32.e4m3.e4m3" in kernels[0].asm["ptx"]) == segments[0].reads_fp8_once
         assert "cvt.rn.satfinite.e4m3x2" in quantizers[0].asm["ptx"]
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_blocks_of_32_are_expanded_for_many_tokens(fp8):
+    """An input in FP8 is rounded before; bfloat16 holds both factors of the product, which is cuBLAS's."""
+    x, read = torch.empty(300, 4096, dtype=BF16, **META), InputFormat(fp8, group=32)
+    found = compiled_ops("sm90", lambda: multi_linear(x, meta_segments(4096, (8192,), (), read)))
+    assert list(found) == ["quantize_input_kernel"] * fp8 + ["expand_weight_kernel"]
+
+
+def test_inputs_are_quantised_once_or_rounded_once():
+    """Where a call has both kinds of blocks, programs round what blocks of 32 read."""
+    x, small, large = torch.empty(40, 256, dtype=BF16, **META), InputFormat(True, group=32), ROUNDED
+    calls = [meta_segments(256, (64,), (), read) for read in (small, large)]
+    made = [plan(linear_problem(x, segments, None), H200) for segments in (*calls, calls[0] + calls[1])]
+    assert [(one.quantizes, one.rounds) for one in made] == [(False, True), (True, False), (True, False)]
+    assert not any(product.rounded for product in made[2].products)
 
 
 def test_factors_hold_what_they_are_given():
