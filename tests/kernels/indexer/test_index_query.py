@@ -153,7 +153,7 @@ def test_kernel_takes_no_rows(kernel, device):
     ids=str,
 )
 def test_refuses(words, change):
-    rows = IndexQueryRows(*make(3, 2, torch.float32, torch.device("cpu")), 1.0, "fp8")
+    rows = IndexQueryRows(*make(3, 2, torch.float32), 1.0, "fp8")
     with pytest.raises(ValueError, match=words):
         reference.index_query(rows._replace(**change))
 
