@@ -52,7 +52,8 @@ def sparse_attention(
     check("max_logits", max_logits, q.shape[:2], torch.float32, contiguous=True)
     layout = EntryLayout(1, q.shape[2], q.shape[2])
     keys = AttendedKeys(layout, kv, kv.stride(0), kv.shape[0], contiguous_rows(indices), _contiguous(lens))
-    return _attend(q, _with_entries([keys]), scale, sink, d_v, out, max_logits, rows=True)
+    pools = [keys] if kv.shape[0] and indices.shape[1] else []
+    return _attend(q, pools, scale, sink, d_v, out, max_logits, rows=True)
 
 
 def sparse_attention_paged(
@@ -257,7 +258,8 @@ def _checked_pools(q: Tensor, keys: Sequence[PagedKeys], sink: Tensor | None) ->
     records = [pool_keys.record for pool_keys in keys]
     if any(record != records[0] for record in records) and {record.name for record in records} != V41_PAIR:
         raise ValueError(f"two pools must hold the same record, or the two records of DeepSeek-V4.1, got {records}")
-    return _with_entries([_checked_keys(pool_keys, q, sink) for pool_keys in keys])
+    checked_keys = [_checked_keys(pool_keys, q, sink) for pool_keys in keys]
+    return [pool_keys for pool_keys in checked_keys if pool_keys.indices.shape[1] and pool_keys.limit]
 
 
 def _checked_keys(keys: PagedKeys, q: Tensor, sink: Tensor | None) -> AttendedKeys:
@@ -290,11 +292,6 @@ def _entry_layout(record: Record, n: int) -> EntryLayout:
     if record.name in V41_PAIR:
         return EntryLayout(n, record.dim, record.row_bytes[0], group=32 if record.name == "fp8_v41" else 16)
     raise ValueError(f"records that are read are plain, fp8_v4, fp8_v32, fp8_v41 and fp4_v41, got {record.name!r}")
-
-
-def _with_entries(keys: list[AttendedKeys]) -> list[AttendedKeys]:
-    """The sources that have columns of indices and entries to read."""
-    return [pool_keys for pool_keys in keys if pool_keys.indices.shape[1] and pool_keys.limit]
 
 
 def _contiguous(values: Tensor | None) -> Tensor | None:

@@ -138,8 +138,8 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> SharedLaunch:
         NATIVE_FP8=plan.native_fp8,
         BLOCK_H=plan.config.size,
     )
-    results = IndexQueries(out, out_weights, rows.score_dtype)
-    return SharedLaunch(plan, args, shape, results, (T, cdiv(H, shape.BLOCK_H)))
+    grid = T, cdiv(H, shape.BLOCK_H)
+    return SharedLaunch(plan, args, shape, IndexQueries(out, out_weights, rows.score_dtype), grid)
 
 
 def index_select(

@@ -53,9 +53,8 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
 def check_index_rows(rows: IndexQueryRows) -> None:
     """Raises ValueError unless the projections of an indexer fit each other, the table and a format of keys."""
     check("weights", rows.weights, ("T", "heads"), FLOATS, rows=True)
-    tokens = len(rows.weights)
-    check("q", rows.q, (tokens, "heads * dim"), FLOATS, rows=True)
-    check("positions", rows.positions, (tokens,))
+    check("q", rows.q, (len(rows.weights), "heads * dim"), FLOATS, rows=True)
+    check("positions", rows.positions, (len(rows.weights),))
     check("cos_sin", rows.cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
     if rows.key_format not in KEY_FORMATS:
         raise ValueError(f"index keys are {', '.join(KEY_FORMATS)}, got {rows.key_format!r}")

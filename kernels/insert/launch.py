@@ -70,8 +70,9 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
     count, kv = len(tokens.qr), tokens.kv
     query, query_shape = _query_latent(tokens)
     outs = LatentAndKey(query.out, torch.empty_like(kv, memory_format=torch.contiguous_format))
-    where = tokens.positions, tokens.cos_sin, tokens.cache
-    key, key_shape = _key("kv", kv, *where, tokens.kv_weight, outs.kv, tokens.eps)
+    key, key_shape = _key(
+        "kv", kv, tokens.positions, tokens.cos_sin, tokens.cache, tokens.kv_weight, outs.kv, tokens.eps
+    )
     if count:
         plan = plan_insert(InsertProblem.of(count, True, compressors, batch), gpu(kv.device))
         rows, shapes = (key, query), {"SHAPE": key_shape, "QUERY_SHAPE": query_shape}
@@ -111,9 +112,8 @@ def _launch_windows(
         batch.positions, batch.token_to_req, batch.query_start_loc, batch.prefix_lens, batch.ring_pages, batch.slots,
         batch.valid, batch.ring_pages.stride(0),
     )  # fmt: skip
-    scratch = Scratch(compressors[0].kv, batch.token_to_req, 0)  # not used by a program that pools all channels
-    if tiles.lanes > 1:
-        scratch = empty_scratch(compressors, plan.groups, batch.positions.device)
+    unused = Scratch(compressors[0].kv, batch.token_to_req, 0)  # by programs that pool all channels of a window
+    scratch = empty_scratch(compressors, plan.groups, batch.positions.device) if tiles.lanes > 1 else unused
     config = PoolingConfig(
         RATIO=batch.ratio,
         POOLED=batch.pooled_tokens,
@@ -188,10 +188,9 @@ def _key(
 
 def _query_latent(tokens: TokenRows) -> tuple[QueryLatentArguments, QueryLatentShape]:
     """Arguments and constants of `norm_query_latent`, which writes `QueryLatentArguments.out`."""
-    qr, fp8 = tokens.qr, tokens.qr_fp8
+    qr, fp8, lora = tokens.qr, tokens.qr_fp8, len(tokens.q_weight)
     check("qr", qr, (len(tokens.positions), "q_lora"), FLOATS, rows=True)
-    lora = qr.shape[1]
-    check("the weight of qr", tokens.q_weight, (lora,))
+    check("the weight of qr", tokens.q_weight, qr.shape[1:])
     if fp8 is not None:
         if lora % 128:
             raise ValueError(f"a quantised latent needs a multiple of 128 channels, got {lora}")
@@ -277,9 +276,8 @@ def head_launch(raw_q: RawQueries) -> SharedLaunch:
         q, cos_sin, raw_q.positions, out, raw_q.eps, cos_sin.shape[0], raw_q.num_heads, padded,
         q.stride(0), out.stride(0), out.stride(1),
     )  # fmt: skip
-    count = plan.config.heads
-    constants = HeadShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), count, raw_q.norm)
-    return SharedLaunch(plan, rows, constants, out, (T, cdiv(padded, count)))
+    shape = HeadShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), plan.config.heads, raw_q.norm)
+    return SharedLaunch(plan, rows, shape, out, (T, cdiv(padded, shape.HEADS)))
 
 
 def _check_rows(name: str, rows: Tensor, positions: Tensor, cache: CacheRows, weight: Tensor | None = None) -> None:
