@@ -70,9 +70,8 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
     count, kv = len(tokens.qr), tokens.kv
     query, query_shape = _query_latent(tokens)
     outs = LatentAndKey(query.out, torch.empty_like(kv, memory_format=torch.contiguous_format))
-    key, key_shape = _key(
-        "kv", kv, tokens.positions, tokens.cos_sin, tokens.cache, tokens.kv_weight, outs.kv, tokens.eps
-    )
+    where = tokens.positions, tokens.cos_sin, tokens.cache
+    key, key_shape = _key("kv", kv, *where, tokens.kv_weight, outs.kv, tokens.eps)
     if count:
         plan = plan_insert(InsertProblem.of(count, True, compressors, batch), gpu(kv.device))
         rows, shapes = (key, query), {"SHAPE": key_shape, "QUERY_SHAPE": query_shape}
