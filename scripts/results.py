@@ -517,8 +517,8 @@ def prompts(data: Data) -> Subject:
         rows.append([mode, *cells])
     return Subject(
         "Prompts of DeepSeek-V4.1",
-        "V4.1-Flash's 40 layers on an H200, which share one layer's random experts; error: of the last token's logits, "
-        "relative. [Modes](v41.md#measure-it).",
+        "V4.1-Flash's 40 layers on an H200, which share one layer's random experts, by the portable kernel; error: of "
+        "the last token's logits, relative. [Modes](v41.md#measure-it).",
         ["h200_prompts.json"],
         "python scripts/bench_prompts.py --lengths 8192 32768 131072",
         rows,
