@@ -5,25 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, cdiv
 from deepseek_attn.kernels.engram.engram_triton import EngramGate, engram_dequantize_kernel, engram_gate_kernel
 from deepseek_attn.kernels.engram.plan import GATES, ROWS, TABLE_ROWS
-from deepseek_attn.kernels.engram.reference import SMALLEST, check_gate
+from deepseek_attn.kernels.engram.reference import SMALLEST, check_gate, check_rows
 from deepseek_attn.kernels.engram.types import SCALE_GROUP, TableRows
 
 
 def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
     """See `kernels.engram.dequantize_rows`."""
-    values, scales = rows
-    *tokens, columns = values.shape
-    if values.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"FP8 values must be float8_e4m3fn, got {values.dtype}: view raw bytes as float8_e4m3fn")
-    if columns % SCALE_GROUP:
-        raise ValueError(f"values need a scale for {SCALE_GROUP} columns, got {list(values.shape)}")
-    check("scales", scales, (*tokens, columns // SCALE_GROUP), torch.uint8)
-    values, scales = values.contiguous(), scales.contiguous()
+    check_rows(rows)
+    values, scales, columns = rows.values.contiguous(), rows.scales.contiguous(), rows.values.shape[-1]
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     if count := values.numel() // max(columns, 1):
         plan = ROWS.plan(RowsProblem(count, columns), gpu(values.device))

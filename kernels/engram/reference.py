@@ -37,6 +37,7 @@ def hash_rows(ngrams: Tensor, multipliers: Tensor, primes: Tensor) -> Tensor:
 
 def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
     """See `kernels.engram.dequantize_rows`."""
+    check_rows(rows)
     return dequantize_fp8(rows.values, rows.scales, SCALE_GROUP).to(dtype).flatten(1)
 
 
@@ -55,6 +56,16 @@ def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor
 
 def _row_sums(x: Tensor) -> Tensor:
     return x.sum(-1)
+
+
+def check_rows(rows: TableRows) -> None:
+    """ValueError unless rows are FP8 with a scale for each `SCALE_GROUP` columns."""
+    *tokens, columns = rows.values.shape
+    if rows.values.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"FP8 values must be float8_e4m3fn, got {rows.values.dtype}: view raw bytes as float8_e4m3fn")
+    if columns % SCALE_GROUP:
+        raise ValueError(f"values need a scale for {SCALE_GROUP} columns, got {list(rows.values.shape)}")
+    check("scales", rows.scales, (*tokens, columns // SCALE_GROUP), torch.uint8)
 
 
 def check_gate(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor) -> None:
