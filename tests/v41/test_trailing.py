@@ -353,7 +353,7 @@ def test_results_that_cannot_follow_are_refused():
         ValueError, match=r"StepOptions.ends: 54 of a sequence that has 55 tokens after the step and 60"
     ):
         runner.step([(sequence, 5)], StepOptions(ends=(54,)))
-    with pytest.raises(ValueError, match=r"2 lengths for a batch of 1 sequences"):
+    with pytest.raises(ValueError, match=r"2 values for a batch of 1 sequences"):
         runner.step([(sequence, 5)], StepOptions(ends=(60, 60)))
     runner.manager.reserve([(sequence.cache, 1)])
     with pytest.raises(RuntimeError, match="upper layers of this sequence lack keys"):
