@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from itertools import combinations, groupby, pairwise
 from typing import NamedTuple
 
-from deepseek_attn.lab.experiments.report.pareto import context_of, cost_at, qualities, quality_of
+from deepseek_attn.lab.experiments.report.pareto import (
+    context_of,
+    cost_at,
+    has_own_costs,
+    qualities,
+    quality_of,
+)
 from deepseek_attn.lab.experiments.report.schema import (
     PairedDifference,
     Report,
@@ -91,7 +97,7 @@ def _pairs(report: Report, quality: str, task: str) -> Iterator[tuple[str, Varia
     for family in ("equal bytes", "equal reads"):
         cost = FAMILY_COSTS[family]
         context = context_of(report, cost)
-        for one, other in combinations(compressed, 2):
+        for one, other in combinations(filter(has_own_costs, compressed), 2):
             costs = [cost_at(variant, cost, context) for variant in (one, other)]
             if None not in costs and _close(costs[0] or 0.0, costs[1] or 0.0):
                 yield family, one, other
@@ -150,6 +156,12 @@ def make_limits(report: Report) -> list[str]:
             f"Costs are of {report['cost_model']['name']} at up to {show_length(longest)} tokens, qualities of the "
             "models that were trained: a pattern fits both depths, and its loss of quality at one depth may differ "
             "from that at the other."
+        )
+    shared = [variant["name"] for variant in report["variants"] if variant.get("other_depth", False)]
+    if shared:
+        found.append(
+            f"{'; '.join(shared)}: layers share entries, in the counted model more of them than in the trained ones. "
+            "Fronts and comparisons at equal costs leave them out."
         )
     if any(variant["selection"] != "learned" for variant in report["variants"]):
         found.append(

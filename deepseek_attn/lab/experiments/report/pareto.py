@@ -116,7 +116,7 @@ def mark_front(report: Report) -> list[Front]:
     fronts: list[Front] = []
     for quality, higher in qualities(report).items():
         for cost in costs(report):
-            found = [point for point in measured(report, quality, cost) if point.variant["selection"] == "learned"]
+            found = [point for point in measured(report, quality, cost) if has_own_costs(point.variant)]
             points = {p.variant["name"]: (p.cost, p.quality["mean"]) for p in found}
             errors = {p.variant["name"]: error_of(p.quality, answers_of(p.variant, quality)) for p in found}
             context = context_of(report, cost)
@@ -126,6 +126,11 @@ def mark_front(report: Report) -> list[Front]:
                     {"quality": quality, "cost": cost, "context": context, "higher": higher, "variants": names}
                 )
     return fronts
+
+
+def has_own_costs(variant: VariantReport) -> bool:
+    """False for controls, and for variants that share entries among more layers than their trained models."""
+    return variant["selection"] == "learned" and not variant.get("other_depth", False)
 
 
 class Point(NamedTuple):

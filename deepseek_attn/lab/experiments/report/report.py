@@ -121,6 +121,9 @@ def _variant(
         "window": _window(config),
         "long_range": any(spec.ratio for spec in config.layers),
     }
+    counted = experiment.cost and experiment.cost.model.num_hidden_layers
+    if variant.v41 is not None and counted and counted != config.num_hidden_layers:
+        values["other_depth"] = True
     runs: dict[str, dict[int, TrainedResult]] = {}
     for unit in units:
         if unit.path not in results:

@@ -94,7 +94,8 @@ class VariantReport(TypedDict):
     """Everything known of one schedule, as far as it has been measured. ``number`` names it in plots.
 
     ``attention``, ``selection``: see `ModelVariant`. ``twin``: of a control, the variant that learns its selection;
-    ``parent``: of a variant with one changed layer, the variant that it changes.
+    ``parent``: of a variant with one changed layer, the variant that it changes. ``other_depth``: layers share
+    entries, and costs are counted at another depth than that of the trained models: they are not compared with others.
     """
 
     number: int
@@ -107,6 +108,7 @@ class VariantReport(TypedDict):
     ratios: list[int]
     window: int
     long_range: bool
+    other_depth: NotRequired[bool]
     cost: NotRequired[CostSection]
     model_time: NotRequired[TimesResult]
     checkpoint: NotRequired[CheckpointResult]

@@ -98,6 +98,19 @@ def test_what_more_bytes_buy_follows_the_front():
     ]
 
 
+def test_entries_shared_at_another_depth_have_no_comparable_costs():
+    trained = report(
+        variant(1, "dense", [0.9, 0.91, 0.9], attention="dense", costs=(100, 1000)),
+        variant(2, "learned", [0.7, 0.72, 0.71], costs=(10, 50)),
+        variant(3, "shared", [0.9, 0.92, 0.9], costs=(10, 50), other_depth=True),
+    )
+    assert [front["variants"] for front in mark_front(trained)] == [["learned", "dense"]] * 2
+    trained["fronts"] = mark_front(trained)
+    pairs = {(row["family"], row["one"], row["other"]) for row in make_comparisons(trained)}
+    assert pairs == {("bound", "learned", "dense"), ("bound", "shared", "dense"), ("front", "dense", "learned")}
+    assert "shared: layers share entries" in " ".join(make_limits(trained))
+
+
 def test_p_values_are_corrected_within_a_family():
     dense = variant(1, "dense", [0.9, 0.91, 0.9], attention="dense")
     one = [variant(2, "a", [0.8, 0.83, 0.81])]
