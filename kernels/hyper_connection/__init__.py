@@ -33,7 +33,7 @@ def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
         x ``[T, D]`` in the streams' dtype, post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     return (triton_ops if runs_triton(streams) else torch_ops).hc_pre(streams, hc)
 
@@ -51,7 +51,7 @@ def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnectio
         The streams, x collapsed with ``pre``, and computed from ``hc``: post, comb and the next sublayer's ``pre``.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     return (triton_ops if runs_triton(pre) else torch_ops).hc_delayed(streams, pre, hc)
 
@@ -63,7 +63,7 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
         ``[T, D]`` in the streams' dtype, rounded after the sum and again after the norm.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     return (triton_ops if runs_triton(streams) else torch_ops).hc_collapse(streams, weights, rms_eps, norm)
 
@@ -77,7 +77,7 @@ def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: Hype
         y, streams, post, comb: as in `hc_post`; hc: of the next sublayer.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     return (triton_ops if runs_triton(y) else torch_ops).hc_post_pre(y, streams, post, comb, hc)
 
@@ -93,7 +93,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         ``[T, m, D]`` in the streams' dtype, rounded once.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     return (triton_ops if runs_triton(y) else torch_ops).hc_post(y, streams, post, comb)
 
@@ -108,6 +108,6 @@ def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
         ``[T, D]`` in the streams' dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     return (triton_ops if runs_triton(streams) else torch_ops).hc_head(streams, hc)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.checks import check
+from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import Choice, cdiv, next_power_of_2, pdl_options
@@ -19,7 +20,6 @@ from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     hc_post_kernel,
 )
 from deepseek_attn.kernels.hyper_connection.plan import MANY_TOKENS, POSTS, SPLIT, StreamsProblem, plan
-from deepseek_attn.kernels.hyper_connection.reference import check_collapse, check_connection, check_output
 from deepseek_attn.kernels.hyper_connection.types import DelayedInput, HyperConnection, SublayerInput, SublayerOutput
 
 
@@ -35,15 +35,16 @@ def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: Hype
 
 def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
     """See `deepseek_attn.kernels.hyper_connection.hc_delayed`."""
-    pre = pre.contiguous()
     next_pre = torch.empty_like(pre)
     return DelayedInput(*launch(streams, hc, pre, next_pre), next_pre)
 
 
 def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_collapse`."""
-    check_collapse(streams, weights, norm)
-    streams, weights = streams.contiguous(), weights.contiguous()
+    check("streams", streams, ("T", "m", "D"), FLOATS)
+    check("the norm's weight", norm, streams.shape[2:], torch.float32)
+    _check_pre(streams, weights)
+    streams = streams.contiguous()
     x = torch.empty(len(streams), streams.shape[2], dtype=streams.dtype, device=streams.device)
     args = CollapseArguments(streams, weights, None, None, None, norm, x, None, None, None, rms_eps, 0.0)
     _launch_collapse(plan(_problem(streams), gpu(streams.device)).collapse, args, 0)
@@ -70,9 +71,13 @@ def _update(streams: Tensor | SublayerOutput) -> StreamUpdate:
     """Contiguous streams, with the sublayer's output that updates them if that is given."""
     if not isinstance(streams, SublayerOutput):
         return StreamUpdate(None, streams.contiguous(), None, None, None)
-    check_output(streams)
-    y, streams, post, comb = (part.contiguous() for part in streams)
-    return StreamUpdate(y, streams, post, comb, torch.empty_like(streams))
+    y, streams, post, comb = streams
+    T, m, D = streams.shape
+    check("y", y, (T, D))
+    check("post", post, (T, m), torch.float32, contiguous=True)
+    check("comb", comb, (T, m, m), torch.float32, contiguous=True)
+    streams = streams.contiguous()
+    return StreamUpdate(y.contiguous(), streams, post, comb, torch.empty_like(streams))
 
 
 def launch(
@@ -84,7 +89,7 @@ def launch(
         hc: parameters; with 0 iterations, of the model's head, which has one scale and neither post nor comb.
         pre: ``[T, m]``, weights that collapse the streams; the weights computed from ``hc`` go to ``next_pre``.
     """
-    check_connection(streams.streams if isinstance(streams, SublayerOutput) else streams, hc, pre)
+    _check(streams.streams if isinstance(streams, SublayerOutput) else streams, hc, pre)
     update = _update(streams)
     made = plan(_problem(update.streams, update.y is not None), gpu(update.streams.device))
     if made.update is not None and made.update.kernel == "hc_post_kernel":
@@ -110,18 +115,7 @@ def collapse(
     post = torch.empty(T, m, dtype=torch.float32, device=device)
     comb = torch.empty(T, m, m, dtype=torch.float32, device=device)
     args = CollapseArguments(
-        streams,
-        None if pre is None else pre.contiguous(),
-        sums,
-        hc.base,
-        hc.scale,
-        hc.norm,
-        x,
-        next_pre,
-        post,
-        comb,
-        hc.rms_eps,
-        hc.hc_eps,
+        streams, pre, sums, hc.base, hc.scale, hc.norm, x, next_pre, post, comb, hc.rms_eps, hc.hc_eps
     )
     _launch_collapse(plan, args, hc.iterations)
     return SublayerInput(streams, x, post, comb)
@@ -173,3 +167,19 @@ def _launch_collapse(plan: Choice, args: CollapseArguments, iterations: int) -> 
         ),
         **plan.options,
     )
+
+
+def _check(streams: Tensor, hc: HyperConnection, pre: Tensor | None) -> None:
+    check("streams", streams, ("T", "m", "D"), FLOATS)
+    _, m, D = streams.shape
+    rows, scales = ((2 + m) * m, 3) if hc.iterations else (m, 1)
+    check(f"fn of {m} streams", hc.fn, (rows, m * D), torch.float32, contiguous=True)
+    check(f"base of {m} streams", hc.base, (rows,), torch.float32, contiguous=True)
+    check(f"scale of {m} streams", hc.scale, (scales,), torch.float32, contiguous=True)
+    check("the norm's weight", hc.norm, (D,), torch.float32)
+    _check_pre(streams, pre)
+
+
+def _check_pre(streams: Tensor, weights: Tensor | None) -> None:
+    name = f"weights that collapse streams {list(streams.shape)}"
+    check(name, weights, streams.shape[:2], torch.float32, contiguous=True)

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.kernels.common.checks import check
-from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import inverse_rms, rms_norm
 from deepseek_attn.kernels.hyper_connection.types import DelayedInput, HyperConnection, SublayerInput, SublayerOutput
 
@@ -105,14 +103,12 @@ def hc_mix(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
 
 def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:
     """See `deepseek_attn.kernels.hyper_connection.hc_pre`."""
-    check_connection(streams, hc)
     pre, post, comb = hc_mix(streams, hc)
-    return _collapse(streams, pre, hc.rms_eps, hc.norm), post, comb
+    return hc_collapse(streams, pre, hc.rms_eps, hc.norm), post, comb
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_post`."""
-    check_output(SublayerOutput(y, streams, post, comb))
     mixed = torch.bmm(comb.transpose(1, 2), streams.float())
     return torch.addcmul(mixed, post.unsqueeze(-1), y.float().unsqueeze(1)).to(streams.dtype)
 
@@ -127,51 +123,19 @@ def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnectio
     """See `deepseek_attn.kernels.hyper_connection.hc_delayed`."""
     if isinstance(streams, SublayerOutput):
         streams = hc_post(*streams)
-    check_connection(streams, hc, pre)
     next_pre, post, comb = hc_mix(streams, hc)
-    return DelayedInput(streams, _collapse(streams, pre, hc.rms_eps, hc.norm), post, comb, next_pre)
+    return DelayedInput(streams, hc_collapse(streams, pre, hc.rms_eps, hc.norm), post, comb, next_pre)
 
 
 def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_head`."""
-    check_connection(streams, hc._replace(iterations=0))
     mix = stream_mix(streams, hc.fn, hc.rms_eps)
-    return _collapse(streams, torch.sigmoid(mix * hc.scale + hc.base) + hc.hc_eps, hc.rms_eps, hc.norm)
+    return hc_collapse(streams, torch.sigmoid(mix * hc.scale + hc.base) + hc.hc_eps, hc.rms_eps, hc.norm)
 
 
 def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_collapse`."""
-    check_collapse(streams, weights, norm)
-    return _collapse(streams, weights, rms_eps, norm)
-
-
-def _collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None) -> Tensor:
     x = torch.bmm(weights.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)
     if norm is None:
         return x
     return rms_norm(x, rms_eps, norm)
-
-
-def check_connection(streams: Tensor, hc: HyperConnection, pre: Tensor | None = None) -> None:
-    """ValueError unless the parameters, and weights that collapse the streams, fit."""
-    check_collapse(streams, pre, hc.norm)
-    _, m, D = streams.shape
-    rows, scales = ((2 + m) * m, 3) if hc.iterations else (m, 1)
-    check(f"fn of {m} streams", hc.fn, (rows, m * D), torch.float32, contiguous=True)
-    check(f"base of {m} streams", hc.base, (rows,), torch.float32, contiguous=True)
-    check(f"scale of {m} streams", hc.scale, (scales,), torch.float32, contiguous=True)
-
-
-def check_collapse(streams: Tensor, pre: Tensor | None, norm: Tensor | None) -> None:
-    """ValueError unless streams, weights that collapse them and the weight of a norm fit."""
-    check("streams", streams, ("T", "m", "D"), FLOATS)
-    check(f"weights that collapse streams {list(streams.shape)}", pre, streams.shape[:2], torch.float32)
-    check("the norm's weight", norm, streams.shape[2:], torch.float32)
-
-
-def check_output(output: SublayerOutput) -> None:
-    """ValueError unless a sublayer's output fits the streams that it updates."""
-    T, m, D = output.streams.shape
-    check("y", output.y, (T, D))
-    check("post", output.post, (T, m), torch.float32)
-    check("comb", output.comb, (T, m, m), torch.float32)

@@ -129,7 +129,7 @@ def test_no_tokens_and_bad_arguments(hc, device):
     shapes = [tuple(part.shape) for part in hc.hc_delayed(none, pre[:0], connection)]
     assert shapes == [(0, 4, 32), (0, 32), (0, 4), (0, 4, 4), (0, 4)]
     for words, call in {
-        r"float32 \[3, 4\], got float32 \[2, 4\]": lambda: hc.hc_delayed(output, pre[:2], connection),
+        r"contiguous float32 \[3, 4\], got float32 \[2, 4\]": lambda: hc.hc_delayed(output, pre[:2], connection),
         r"the norm's weight must be float32 \[32\]": lambda: hc.hc_collapse(
             output.streams, pre, 1e-20, required(connection.norm)[:3]
         ),

@@ -138,7 +138,7 @@ def test_bad_arguments_are_named():
         hc.hc_pre(streams, pre._replace(norm=required(pre.norm)[:5]))
     with pytest.raises(ValueError, match=r"y must be"):
         hc.hc_post(y[:2], streams, post, comb)
-    with pytest.raises(ValueError, match="post must be float32"):
+    with pytest.raises(ValueError, match="must be contiguous float32"):
         hc.hc_post(y, streams, post.double(), comb)
     with pytest.raises(ValueError, match=r"y must be"):
         hc.hc_post_pre(y[:2], streams, post, comb, pre)
