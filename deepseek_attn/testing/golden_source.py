@@ -64,6 +64,6 @@ class GoldenSource(PublishedSource):
         if recipe.kind == "table":
             vocab, chosen = recipe.shape
             keys = uniform(name, (vocab, self.config.n_routed_experts))
-            return keys.sort(dim=1, stable=True).indices[:, :chosen]
+            return keys.sort(dim=1, stable=True).indices[:, :chosen].contiguous()
         mean, spread = SPREAD.get(recipe.kind, (0.0, max(0.02, recipe.shape[-1] ** -0.5) * recipe.gain))
         return drawn * spread + mean
