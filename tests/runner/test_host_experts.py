@@ -31,6 +31,7 @@ from tests.support.drafts import complete
 from tests.support.held_experts import budget_of, bytes_of, experts_of, held
 from tests.support.small_models import prompt, two_layers
 from tests.support.tiers import exhaustive_on_cpu, tiered
+from tests.support.typed import untyped
 from tests.support.v41_cases import shallow, tiny_for_kernels
 
 OPTIONS: dict[str, Any] = {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -286,7 +287,7 @@ def test_predictions_run_beside_the_router_in_graphs(monkeypatch, captured):
 def test_a_rank_without_tokens_predicts_nothing():
     """With data-parallel attention, experts see the tokens of all ranks, and hidden states are those of one's own."""
     runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
-    config = runner.config
+    config = untyped(runner.config)
     with held(runner, 4) as rows:
         blocks = [block for block in runner.model.layers.values() if block.ffn.experts.rows.next_layer is not None]
         block = blocks[-1]

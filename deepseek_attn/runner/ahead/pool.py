@@ -43,7 +43,7 @@ def compile_variants(
         seconds: a variant that takes longer fails; 0: no limit.
     """
     waiting: dict[str, Variant] = {}
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     running: dict[Connection, tuple[BaseProcess, Variant]] = {}
     started: set[str] = set()
     listed = 0
