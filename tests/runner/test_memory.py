@@ -103,7 +103,7 @@ def test_a_step_is_counted_as_the_allocator_counts_it(preset):
             trace.reset_peak()
             warm_up.prefill(rows)
     living = peak = 0
-    for event in required(profiled.kineto_results).events():
+    for event in required(required(profiled).kineto_results).events():
         if event.name() == "[memory]":
             living += untyped(event).nbytes()
             peak = max(peak, living)
