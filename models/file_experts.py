@@ -74,11 +74,8 @@ class FileExperts:
         rows = self.row | passing
         return ExpertSlots(to_device([rows.get(expert, 0) for expert in range(count)], self._device, torch.int32))
 
-    def predict(self, hidden: Any, pairs: int) -> None:
-        """Predicts nothing: the host waits for the routing of each layer."""
-
-    def copy_predicted(self) -> bool:
-        """There is no prediction."""
+    def look_ahead(self, hidden: Any, experts: Tensor) -> bool:
+        """Predicts nothing, and returns False: the host waits for the routing of each layer."""
         return False
 
     def release(self) -> None:

@@ -83,7 +83,6 @@ class LayerExperts:
         self.known: list[int] | None = None
         self.lookup: Callable[[Tensor], Tensor] | None = None
         self.next_layer: NextLayer | None = None
-        self._prediction: _Prediction | None = None
         self._guessed: _Guess | None = None
         self._fetched: ExpertSlots | None = None
         self._arrived: torch.cuda.Event | None = None
@@ -105,12 +104,7 @@ class LayerExperts:
         Never in a CUDA graph: the experts that are cached change from one launch of it to the next.
         """
         many = not self.has_all and pairs >= STREAM_LOAD * len(self.state.row)
-        return many and not self._is_captured
-
-    @property
-    def _is_captured(self) -> bool:
-        """A CUDA graph takes the current launches."""
-        return self.stream is not None and torch.cuda.is_current_stream_capturing()
+        return many and not (self.stream is not None and torch.cuda.is_current_stream_capturing())
 
     def find(self, experts: Tensor) -> ExpertSlots:
         """The row of each expert of a routing ``[T, k]``, for the next `moe_experts`; `release` follows it."""
@@ -128,42 +122,25 @@ class LayerExperts:
         count_expert_uses(self.state, experts)
         return ExpertSlots(self.state.found)
 
-    def predict(self, hidden: Any, pairs: int) -> None:
-        """Predicts experts of the next layer from a hidden state, for `copy_predicted`.
+    def look_ahead(self, hidden: Any, experts: Tensor) -> bool:
+        """Predicts experts of the next layer from a hidden state, and copies those that are missing beside all else.
 
-        Not for many tokens, nor for a layer that has all experts, fetched them already or copies all of them. In a CUDA
-        graph the prediction runs beside the router of this layer; otherwise `copy_predicted` launches it, when the
-        copies of this layer are launched.
+        Not for many tokens, nor for a layer that has all experts, fetched them already or copies all of them; returns
+        whether it did.
 
         Args:
-            hidden: for `NextLayer.predict`.
-            pairs: of a token and an expert, that the router of this layer is about to choose.
+            hidden: for `NextLayer.predict`; experts: the routing of this layer, whose copies are launched.
         """
-        self._prediction = None
         if self.next_layer is None:
-            return
+            return False
         layer, predict, most_pairs = self.next_layer
         busy = layer.has_all or layer._is_ahead or layer._fetched is not None or layer.known is not None
-        if busy or not 0 < pairs <= most_pairs:
-            return
-        chosen = None
-        if self._is_captured:
-            chosen, _ = run_beside(lambda: predict(hidden), layer.state.row.device, urgent=True)
-        self._prediction = _Prediction(hidden, chosen)
-
-    def copy_predicted(self) -> bool:
-        """Copies experts that were predicted and that the next layer lacks, beside all else; whether there were any."""
-        prediction, self._prediction = self._prediction, None
-        if prediction is None or self.next_layer is None:
+        if busy or not 0 < experts.numel() <= most_pairs:
             return False
-        layer, predict, _ = self.next_layer
-        hidden, experts = prediction
-
-        def prefetch() -> None:
-            predicted = predict(hidden) if experts is None else experts
-            prefetch_experts(layer.state, predicted.contiguous(), layer.stream)
-
-        _, chosen = run_beside(prefetch, layer.state.row.device, urgent=True)
+        device = layer.state.row.device
+        _, chosen = run_beside(
+            lambda: prefetch_experts(layer.state, predict(hidden).contiguous(), layer.stream), device
+        )
         layer._guessed = _Guess(hidden, chosen)
         return True
 
@@ -213,8 +190,7 @@ class LayerExperts:
             self._arrived.wait()
         if self._wait_for_guess() and self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-        self._is_ahead = self._hands_over = False
-        self._arrived = self.known = self._fetched = self._prediction = None
+        self._is_ahead, self._hands_over, self._arrived, self.known, self._fetched = False, False, None, None, None
 
     def _copy_missing(self) -> None:
         """Launches copies of the experts that are not cached, in order of their ids: to the area, then to free rows.
@@ -233,18 +209,6 @@ class LayerExperts:
             found[first : first + count] = range(place, place + count)
         copied = torch.tensor(found, dtype=torch.int32, device="cpu", pin_memory=self.stream is not None)
         state.found.copy_(copied, non_blocking=True)
-
-
-class _Prediction(NamedTuple):
-    """A prediction whose copies are not launched.
-
-    Attributes:
-        hidden: its input.
-        experts: its result, on another stream; None: it is not launched either.
-    """
-
-    hidden: Any
-    experts: Tensor | None
 
 
 class _Guess(NamedTuple):

@@ -205,10 +205,12 @@ class Experts(CheckpointModule):
         weights: torch.Tensor,
         add: torch.Tensor | None = None,
         add_ready: torch.cuda.Event | None = None,
+        hidden: Any = None,
     ) -> torch.Tensor:
         """Weighted sum of each token's experts: ``x [T, D]``, ``experts`` and ``weights [T, k]`` -> float32 ``[T, D]``.
 
         With ``add [T, D]``, the dtype of x: the sum is rounded after the addition, which waits for ``add_ready``.
+        ``hidden``: see `MoE.forward`.
         """
         options = self.limit, self.weigh_output, self.w1.input_format, add, self.count, add_ready
         if self.memory.kind == DISK and self.rows is None:
@@ -217,7 +219,7 @@ class Experts(CheckpointModule):
         if self.rows is None:
             return moe_experts(x, experts, weights, *self.stacks(), *options)
         slots = self.rows.find(experts)
-        if self.rows.copy_predicted():
+        if hidden is not None and self.rows.look_ahead(hidden, experts):
             slots = slots._replace(beside_copies=True)
         out = moe_experts(x, experts, weights, *self.rows.stacks, *options, slots=slots)
         self.rows.release()
@@ -311,14 +313,11 @@ class MoE(CheckpointModule):
 
         hidden: the block's state before its experts, from which the next block predicts its own; see `expect_experts`.
         """
-        # the many programs of the shared expert would delay the router, for which copies of experts wait
-        shared = self._shared(x) if self.experts.rows is None else None
+        shared = self._shared(x)
         everyone = self.parallel.gather_tokens(x)
         token_ids = self.parallel.gather_tokens(token_ids) if self.gate.hash else token_ids
-        if self.experts.rows is not None and hidden is not None and len(x):
-            self.experts.rows.predict(hidden, len(everyone) * self.gate.topk)
-        experts, weights = self.gate(everyone, token_ids)
-        routed = self.experts(everyone, experts, weights, *(shared or self._shared(x)))
+        hidden = hidden if len(x) else None  # a rank without tokens of its own has nothing to predict from
+        routed = self.experts(everyone, *self.gate(everyone, token_ids), *shared, hidden)
         return self.parallel.sum_experts(routed, len(x))
 
     def mixture(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -122,18 +122,15 @@ def to_device(
     return values.to(device, non_blocking=cuda)
 
 
-def run_beside(
-    function: Callable[[], T], device: torch.device, urgent: bool = False
-) -> tuple[T, torch.cuda.Event | None]:
+def run_beside(function: Callable[[], T], device: torch.device) -> tuple[T, torch.cuda.Event | None]:
     """Runs ``function`` in parallel with the next launches; returns its result and the event of its completion.
 
-    During CUDA graph capture it runs on a side stream, ``urgent`` work on one whose programs start before others.
-    Otherwise it runs in order on the current stream, without an event: only within a graph do streams share memory in
-    the order of their events.
+    During CUDA graph capture it runs on a side stream. Otherwise it runs in order on the current stream, without an
+    event: only within a graph do streams share memory in the order of their events.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return function(), None
-    side = _side_stream(device, urgent)
+    side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         result, complete = function(), torch.cuda.Event()
@@ -142,8 +139,8 @@ def run_beside(
 
 
 @cache
-def _side_stream(device: torch.device, urgent: bool = False) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1 if urgent else 0)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

@@ -245,45 +245,6 @@ def test_the_next_router_predicts(monkeypatch, family):
     runner.close()
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_predictions_run_beside_the_router_in_graphs(monkeypatch, captured):
-    """Elsewhere they would delay the routing: they follow it, and the launch of its copies. Bits are the same.
-
-    So would the shared expert, everywhere.
-    """
-    runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
-    expected = runner.score([[5, 9]], 1)
-    order = []
-    forward, predict = Gate.forward, Gate.predict
-    monkeypatch.setattr(Gate, "forward", lambda self, *args: (order.append(("route", self)), forward(self, *args))[1])
-
-    def predicted(self, x):
-        with monkeypatch.context() as patch:
-            patch.setattr(Gate, "forward", forward)
-            order.append(("predict", self))
-            return predict(self, x)
-
-    monkeypatch.setattr(Gate, "predict", predicted)
-    monkeypatch.setattr(host_experts.LayerExperts, "_is_captured", captured)
-    blocks = list(runner.model.layers.values())
-    gates = [block.ffn.gate for block in blocks]
-    for block in blocks:
-        block.ffn.shared_experts.register_forward_pre_hook(lambda *_, own=block.ffn.gate: order.append(("share", own)))
-    with held(runner, 4) as rows:
-        assert all(map(torch.equal, runner.score([[5, 9]], 1), expected))
-        assert rows.stats.ahead > 0
-    calls = {kind: [gate for name, gate in order if name == kind] for kind in ("route", "share", "predict")}
-    assert calls["share"] == calls["route"]
-    assert len(calls["predict"]) > 2
-    for place, (kind, gate) in enumerate(order):
-        if kind == "share":
-            assert order[place - 1] == ("route", gate)
-        if kind == "predict":
-            own = gates[gates.index(gate) - 1]
-            assert order[place + 1 if captured else place - 1] == ("route" if captured else "share", own)
-    runner.close()
-
-
 def test_a_rank_without_tokens_predicts_nothing():
     """With data-parallel attention, experts see the tokens of all ranks, and hidden states are those of one's own."""
     runner = ModelRunner.from_config("tiny", device="cpu", dtype="float32", numerics="exact", **OPTIONS)
