@@ -9,7 +9,9 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -371,6 +373,13 @@ def started(monkeypatch, tmp_path, main="", request=None, **options):
     return Compilation(request or request_of("tiny"), **options)
 
 
+@contextmanager
+def told(match):
+    """A compilation that is made here warns whenever its process ends: it may do so before it is waited for."""
+    with pytest.warns(UserWarning, match=match):
+        yield
+
+
 KERNEL = """
 import json, sys, time
 print(json.dumps({"found": ["kernel"], "running": ["kernel"]}), flush=True)
@@ -425,12 +434,12 @@ print(json.dumps({"done": ["kernel"], "failed": [repr(step)]}), flush=True)
 
 
 def test_a_launch_of_a_step_waits_for_the_kernels_of_that_step(tmp_path, monkeypatch):
-    compilation = started(monkeypatch, tmp_path, STEPS)
-    compilation.step = [(7, 9)]
-    compilation.before_launch(Stub("kernel"))
-    assert compilation.done == {"kernel"}
-    compilation.before_launch(Stub("not of the step"))
-    with pytest.warns(match=r"\[\(7, 9\)\]"):
+    with told(r"\[\(7, 9\)\]"):
+        compilation = started(monkeypatch, tmp_path, STEPS)
+        compilation.step = [(7, 9)]
+        compilation.before_launch(Stub("kernel"))
+        assert compilation.done == {"kernel"}
+        compilation.before_launch(Stub("not of the step"))
         compilation.wait()
 
 
@@ -489,11 +498,19 @@ def test_what_breaks_a_load_off_ends_the_process(tmp_path, monkeypatch):
         assert nothing is None
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_nobody_waits_where_warnings_are_errors(tmp_path, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)
+    compilation = started(monkeypatch, tmp_path, 'print(\'{"found": ["x"]}\')')
+    compilation.wait()
+    assert compilation.ended
+
+
 @EXHAUSTIVE
 def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
-    compilation = started(monkeypatch, tmp_path, workers=1)
-    required(compilation._process).kill()
-    with pytest.warns(UserWarning, match="exit code -9"):
+    with told("exit code -9"):
+        compilation = started(monkeypatch, tmp_path, workers=1)
+        required(compilation._process).kill()
         compilation.wait()
     assert "compiled as they are launched" in compilation.message()
 
@@ -509,8 +526,8 @@ def test_a_process_that_hangs_is_ended_and_told(tmp_path, monkeypatch):
 
 
 def test_a_process_that_ends_early_is_told_and_leaves_no_marker(tmp_path, monkeypatch):
-    compilation = started(monkeypatch, tmp_path, 'print(\'{"found": ["x"]}\')')
-    with pytest.warns(UserWarning, match="exit code 0"):
+    with told("exit code 0"):
+        compilation = started(monkeypatch, tmp_path, 'print(\'{"found": ["x"]}\')')
         compilation.wait()
     assert not compilation._marker.exists()
 

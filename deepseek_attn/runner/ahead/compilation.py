@@ -173,13 +173,15 @@ class Compilation:
         complete = not code and self.found <= self.done
         if not (complete or self._closed or self.problem):
             self.problem = f"the process that lists them has ended with exit code {code}"
-        if message := self.message():
-            warnings.warn(message, stacklevel=1)
-        elif complete:
-            self._marker.touch()
-        with self._changed:
-            self.ended = True
-            self._changed.notify_all()
+        try:
+            if message := self.message():
+                warnings.warn(message, stacklevel=1)
+            elif complete:
+                self._marker.touch()
+        finally:  # a warning may be an error, and a cache read-only: nobody waits for more
+            with self._changed:
+                self.ended = True
+                self._changed.notify_all()
 
     def _lines(self, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
         """Lines that the process writes, until it ends; a process that hangs is killed."""
