@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import random
 import subprocess
@@ -280,6 +281,9 @@ def test_kernels_of_the_step_that_the_runner_computes_come_before_all():
 
 @pytest.mark.exhaustive
 def test_a_process_with_threads_compiles_without_a_fork_of_its_own(tmp_path, monkeypatch):
+    other = multiprocessing.get_context("forkserver").Process(target=int)
+    other.start()  # the server keeps the environment of its start
+    other.join()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     forks = []
     os.register_at_fork(before=lambda: forks.append(os.getpid()))

@@ -50,7 +50,7 @@ def compile_variants(
 
     def start(variant: Variant) -> None:
         receive, send = multiprocessing.Pipe(duplex=False)
-        process = context.Process(target=_compile, args=(variant, send, seconds), daemon=True)
+        process = context.Process(target=_compile, args=(variant, send, seconds, {**os.environ}), daemon=True)
         process.start()
         send.close()
         running[receive] = process, variant
@@ -114,8 +114,9 @@ def _function(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _compile(variant: Variant, connection: Connection, seconds: int) -> None:
+def _compile(variant: Variant, connection: Connection, seconds: int, environment: dict[str, str]) -> None:
     """Compiles a variant; sends why it failed, or "". The process ends without an answer after ``seconds``."""
+    os.environ.update(environment)  # a forkserver keeps that of its start, such as another TRITON_CACHE_DIR
     end_with_parent()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(seconds)
