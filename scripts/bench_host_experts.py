@@ -653,7 +653,7 @@ class Bench:
             "steps": sum(row["steps"] for row in rounds),
             "same_logits": all(row["same"] and row["same_step"] for row in rounds), "finite": finite,
         } | {
-            name: [rounds[0][name], rounds[-1][name]] for name in self.own_memory()
+            name: [rounds[0][name], rounds[-1][name]] for name in rounds[0] if name.endswith("_bytes")
         } | {
             "hit_rate": stats.hit_rate if stats else None, "bytes_read": stats.bytes_read if stats else None,
             "ahead": stats.ahead if stats else None, "dropped": stats.dropped if stats else None,

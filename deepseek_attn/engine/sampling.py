@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS, MAX_COMPLETIONS, REPETITION_PENALTIES
+from deepseek_attn.config.options import is_integer
 from deepseek_attn.runner.logprobs import TOP_RULE, is_top
 
 MASK64 = (1 << 64) - 1
@@ -128,12 +129,12 @@ class SamplingParams:
         penalty, (least, most) = self.repetition_penalty, REPETITION_PENALTIES
         strings, bias, words, choices = self.stop, self.logit_bias, self.bad_words, self.choices
         structures = [n for n in ("json_schema", "regex", "choices", "grammar") if getattr(self, n) is not None]
-        min_ok = _is_int(self.min_tokens) and self.min_tokens >= 0
-        n_ok = _is_int(self.n) and 1 <= self.n <= MAX_COMPLETIONS
+        min_ok = is_integer(self.min_tokens) and self.min_tokens >= 0
+        n_ok = is_integer(self.n) and 1 <= self.n <= MAX_COMPLETIONS
         penalty_rule = f"must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}] (0: no penalty)"
         return [
             ("temperature", temperature_ok, "must be a finite number >= 0 (0 is greedy)"),
-            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "must be an integer >= 0 (0 keeps all tokens)"),
+            ("top_k", is_integer(self.top_k) and self.top_k >= 0, "must be an integer >= 0 (0 keeps all tokens)"),
             ("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "must be in (0, 1] (1 keeps all tokens)"),
             ("min_p", _is_real(self.min_p) and 0 <= self.min_p <= 1, "must be in [0, 1] (0 keeps all tokens)"),
             (
@@ -146,7 +147,7 @@ class SamplingParams:
             (
                 "logit_bias",
                 isinstance(bias, Mapping)
-                and all(_is_int(i) and i >= 0 and _is_within(b, MAX_BIAS) for i, b in bias.items()),
+                and all(is_integer(i) and i >= 0 and _is_within(b, MAX_BIAS) for i, b in bias.items()),
                 f"must map token ids to numbers in [-{MAX_BIAS:g}, {MAX_BIAS:g}]; bad_words=[[id]] bans a token",
             ),
             (
@@ -160,11 +161,11 @@ class SamplingParams:
                 and all(word.strip() if isinstance(word, str) else word and _are_ids(word) for word in words),
                 "must be words: text that is not blank, or lists of token ids",
             ),
-            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "must be an integer >= 1"),
+            ("max_tokens", is_integer(self.max_tokens) and self.max_tokens >= 1, "must be an integer >= 1"),
             ("min_tokens", min_ok, "must be an integer >= 0"),
             (
                 "min_tokens",
-                not (min_ok and _is_int(self.max_tokens)) or self.min_tokens <= self.max_tokens,
+                not (min_ok and is_integer(self.max_tokens)) or self.min_tokens <= self.max_tokens,
                 f"must be at most max_tokens={self.max_tokens}",
             ),
             ("n", n_ok, f"must be an integer from 1 to {MAX_COMPLETIONS}"),
@@ -193,7 +194,7 @@ class SamplingParams:
             ),
             (
                 "seed",
-                self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MASK64),
+                self.seed is None or (is_integer(self.seed) and 0 <= self.seed <= MASK64),
                 "must be None or an integer in [0, 2**64)",
             ),
             ("stop_token_ids", _are_ids(self.stop_token_ids), "must be token ids, integers >= 0"),
@@ -298,16 +299,12 @@ def _with_integer_keys(value):
 
 
 def _are_ids(value) -> bool:
-    return isinstance(value, tuple) and all(_is_int(i) and i >= 0 for i in value)
+    return isinstance(value, tuple) and all(is_integer(i) and i >= 0 for i in value)
 
 
 def _is_within(value, limit: float) -> bool:
     return _is_real(value) and -limit <= value <= limit
 
 
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_real(value: object) -> TypeGuard[float]:
-    return _is_int(value) or isinstance(value, float)
+    return is_integer(value) or isinstance(value, float)
