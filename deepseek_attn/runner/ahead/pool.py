@@ -116,7 +116,7 @@ def _function(module: str, name: str) -> Any:
 
 def _compile(variant: Variant, connection: Connection, seconds: int, environment: dict[str, str]) -> None:
     """Compiles a variant; sends why it failed, or "". The process ends without an answer after ``seconds``."""
-    os.environ.update(environment)  # a forkserver keeps that of its start, such as another TRITON_CACHE_DIR
+    os.environ.update(environment)  # a forkserver still has the variables of its start, such as TRITON_CACHE_DIR
     end_with_parent()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(seconds)

@@ -94,8 +94,9 @@ class VariantReport(TypedDict):
     """Everything known of one schedule, as far as it has been measured. ``number`` names it in plots.
 
     ``attention``, ``selection``: see `ModelVariant`. ``twin``: of a control, the variant that learns its selection;
-    ``parent``: of a variant with one changed layer, the variant that it changes. ``other_depth``: layers share
-    entries, and costs are counted at another depth than that of the trained models: they are not compared with others.
+    ``parent``: of a variant with one changed layer, the variant that it changes. ``other_depth``: costs are
+    counted for a model of another depth than the trained one, and layers share entries, so bytes per layer differ: such
+    costs are left out of comparisons.
     """
 
     number: int
