@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from deepseek_attn.layers.expert_memory import DISK, RESIDENT, ExpertMemory
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
 from deepseek_attn.layers.parallel import Parallel
-from deepseek_attn.layers.split import shard_unit
+from deepseek_attn.layers.split import shard_unit, splits_widths
 from deepseek_attn.layers.weights import CheckpointModule, Shard, SlotKind, WeightSlot, check_finite
 from deepseek_attn.models.file_experts import FileExperts
 from deepseek_attn.models.host_experts import LayerExperts
@@ -166,6 +167,7 @@ class Experts(CheckpointModule):
             two differ by rounding.
         shard: the experts of this rank, over which outputs are summed; None for all of them.
         memory: where the experts are kept.
+        width: this rank's channels of the inner width of each expert, over which outputs are summed; None for all.
 
     Attributes:
         rows: rows on the GPU for experts in host memory or in files; None if the experts are in the memory of their
@@ -183,15 +185,17 @@ class Experts(CheckpointModule):
         weigh_output: bool = False,
         shard: Shard | None = None,
         memory: ExpertMemory = RESIDENT,
+        width: Shard | None = None,
     ):
         super().__init__(device)
         self.weigh_output, self.memory = weigh_output, memory
         self.count, self.limit = config.n_routed_experts, config.swiglu_limit
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         first, kept = (shard.start, shard.size) if shard else (0, self.count)
-        self.w1 = ExpertLinear(kept, hidden, inner, numerics, dtype, device, first, memory)
-        self.w3 = ExpertLinear(kept, hidden, inner, numerics, dtype, device, first, memory)
-        self.w2 = ExpertLinear(kept, inner, hidden, numerics, dtype, device, first, memory)
+        columns = width and replace(width, dim=1)
+        self.w1 = ExpertLinear(kept, hidden, inner, numerics, dtype, device, first, memory, width)
+        self.w3 = ExpertLinear(kept, hidden, inner, numerics, dtype, device, first, memory, width)
+        self.w2 = ExpertLinear(kept, inner, hidden, numerics, dtype, device, first, memory, columns)
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
         for index in range(self.count):
@@ -280,9 +284,10 @@ def _lazy_stack(linear: ExpertLinear) -> ExpertStack:
 
 
 class MoE(CheckpointModule):
-    """Routed experts plus the shared one. Of several ranks, each has some experts and a shard of the shared one.
+    """Routed experts plus the shared one. Of several ranks, each has a shard of every expert; see `splits_widths`.
 
-    With data-parallel attention, each has all of the shared one, for its own tokens.
+    Where widths do not divide, each has some of the routed experts. With data-parallel attention, each has all of the
+    shared one, for its own tokens.
     """
 
     def __init__(
@@ -297,12 +302,14 @@ class MoE(CheckpointModule):
     ):
         super().__init__(device)
         self.parallel = parallel = parallel or Parallel.single()
-        shard = parallel.shard(0, config.n_routed_experts)
+        by_width = splits_widths(config, parallel.world)
+        shard = None if by_width else parallel.shard(0, config.n_routed_experts)
+        width = parallel.shard(0, config.moe_intermediate_size) if by_width else None
         if grouped := isinstance(config, DeepseekV32Config):
             self.gate = GroupLimitedGate(config, spec, dtype, device, shard)
         else:
             self.gate = Gate(config, spec, dtype, device, shard)
-        self.experts = Experts(config, numerics, dtype, device, weigh_output=grouped, shard=shard, memory=memory)
+        self.experts = Experts(config, numerics, dtype, device, grouped, shard, memory, width)
         inner = config.moe_intermediate_size * config.n_shared_experts
         limit, split = config.swiglu_limit, partial(parallel.token_shard, unit=shard_unit(config, numerics))
         self.shared_experts = MLP(config.hidden_size, inner, limit, numerics, dtype, device, split)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -16,6 +16,7 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.estimates.floors import expected_experts, stored_bytes
 from deepseek_attn.estimates.machines import CPU
 from deepseek_attn.estimates.ranks import RankModel
+from deepseek_attn.layers.split import splits_widths
 from deepseek_attn.models.expert_rows import ExpertFormat
 from deepseek_attn.models.host_experts import STREAM_LOAD
 from deepseek_attn.utils.sizes import largest
@@ -31,7 +32,7 @@ class ExpertSizes:
     Attributes:
         layers: layers with experts, drafters included; backbone: without drafters.
         experts: of each layer, on one rank; topk: of a token, on all ranks.
-        values: of one expert; nbytes: of one expert on the device; stored: in the checkpoint.
+        values: of one expert, or of a rank's part of it; nbytes: of these on the device; stored: in the checkpoint.
     """
 
     layers: int
@@ -45,6 +46,8 @@ class ExpertSizes:
     @classmethod
     def of(cls, config: AnyConfig, numerics: Numerics, dtype: torch.dtype, ranks: int = 1) -> ExpertSizes | None:
         """The sizes of a config whose checkpoint is published; None for a model without experts."""
+        if parts := splits_widths(config, ranks):
+            config = replace(config, moe_intermediate_size=config.moe_intermediate_size // ranks)
         first = [(name, recipe) for name, recipe in _tensors(config, experts="0") if ".experts." in name]
         if not first:
             return None
@@ -58,7 +61,7 @@ class ExpertSizes:
         exponents = sum(shape[0] for shape in shapes) * (kept and form == "fp4" and numerics.fp8_activations)
         nbytes = stored + exponents if kept else values * dtype.itemsize
         backbone = sum(name.startswith("layers.") for name in layers)
-        experts = -(-config.n_routed_experts // ranks)
+        experts = config.n_routed_experts if parts else -(-config.n_routed_experts // ranks)
         return cls(len(layers), backbone, experts, config.num_experts_per_tok, values, nbytes, stored)
 
     def on_gpu(self, budget: int, areas: int) -> tuple[int, int]:

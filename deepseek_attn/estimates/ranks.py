@@ -30,7 +30,7 @@ from deepseek_attn.estimates.floors import (
 from deepseek_attn.estimates.machines import FEW_ROWS, Machine
 from deepseek_attn.layers.parallel import Parallel, exchanged
 from deepseek_attn.layers.peers import PEER_RANKS
-from deepseek_attn.layers.split import shard_unit
+from deepseek_attn.layers.split import shard_unit, splits_widths
 
 GPUS_PER_HOST = 8
 OTHER, COMMUNICATION = "once per step", "communication"
@@ -169,8 +169,7 @@ class RankModel:
         sizes = dict(routed.bytes)
         sizes["weights"] = self._mlp_part(sizes["weights"])
         if ROUTED_WEIGHTS in sizes:
-            share = busiest_share(config.n_routed_experts, config.num_experts_per_tok, rows, ranks)
-            sizes[ROUTED_WEIGHTS] = round(sizes[ROUTED_WEIGHTS] * share)
+            sizes[ROUTED_WEIGHTS] = round(sizes[ROUTED_WEIGHTS] * self._routed_share(config, rows))
         products = [
             Product(part.name, part.unit, part.flops // ranks) for part in routed.products if part.name == ROUTED
         ]
@@ -182,9 +181,19 @@ class RankModel:
         return FloorWork(sizes, tuple(products))
 
     def chosen_experts(self, rows: int) -> float:
-        """Expected number of different experts that ``rows`` tokens choose, on the rank with the most of them."""
-        experts, topk = self.config.n_routed_experts, self.config.num_experts_per_tok
-        return expected_experts(experts, topk, rows) * busiest_share(experts, topk, rows, self.layout.ranks)
+        """Expected number of different experts that ``rows`` tokens choose, on the rank that has most of them.
+
+        Where each rank has a part of every expert, all of the chosen ones.
+        """
+        chosen = expected_experts(self.config.n_routed_experts, self.config.num_experts_per_tok, rows)
+        parts = splits_widths(self.config, self.layout.ranks)
+        return chosen if parts else chosen * self._routed_share(self.config, rows)
+
+    def _routed_share(self, config: AnyConfig, rows: int) -> float:
+        """Expected part of the chosen experts' weights that the rank with most of them reads."""
+        if splits_widths(config, self.layout.ranks):
+            return 1 / self.layout.ranks
+        return busiest_share(config.n_routed_experts, config.num_experts_per_tok, rows, self.layout.ranks)
 
     def _collectives(self, shape: StepShape) -> Iterator[Collective]:
         layers, width = len(self.own.layers), shape.rows * self.config.hidden_size * self.dtype.itemsize

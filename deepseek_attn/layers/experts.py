@@ -12,7 +12,15 @@ from deepseek_attn.kernels.common.quant import InputFormat, row_exponents
 from deepseek_attn.kernels.linear.formats import dequantize_weight, quantized_input
 from deepseek_attn.layers.expert_files import ExpertFileCache, ExpertReaders, StoredPair
 from deepseek_attn.layers.expert_memory import DISK, HOST, RESIDENT, ExpertMemory, UnreadWeight
-from deepseek_attn.layers.weights import CheckpointModule, SlotKind, WeightSlot, check_fp8_input, parameter, to_stored
+from deepseek_attn.layers.weights import (
+    CheckpointModule,
+    Shard,
+    SlotKind,
+    WeightSlot,
+    check_fp8_input,
+    parameter,
+    to_stored,
+)
 from deepseek_attn.utils.device import pinned_empty
 
 
@@ -23,6 +31,7 @@ class ExpertLinear(CheckpointModule):
 
     Args:
         experts: number of experts of this rank; first: the checkpoint's number of the first of them.
+        shard: this rank's part of each expert's weight, as of a `Linear`; None for all of it.
         memory: where the stack is: on the device, or in host memory, which is pinned if the device is a GPU. With
             ``disk`` there is no stack, and `cache` has some experts.
 
@@ -46,9 +55,11 @@ class ExpertLinear(CheckpointModule):
         device: torch.device | str = "cpu",
         first: int = 0,
         memory: ExpertMemory = RESIDENT,
+        shard: Shard | None = None,
     ):
         super().__init__(device)
-        self.experts, self.in_features, self.out_features, self.first = experts, in_features, out_features, first
+        self.experts, self.first, self.full_shape, self.shard = experts, first, (out_features, in_features), shard
+        self.out_features, self.in_features = shard.of(self.full_shape) if shard else self.full_shape
         self.numerics, self.dtype, self.memory = numerics, dtype, memory
         self.in_host = memory.kind == HOST and self._device.type != "cpu"
         self.input_format = InputFormat(numerics.fp8_activations, numerics.pow2_activation_scales, numerics.fp8_group)
@@ -71,9 +82,10 @@ class ExpertLinear(CheckpointModule):
             self._attach_expert(index - self.first, weight)
 
         return WeightSlot(
-            (self.out_features, self.in_features),
+            self.full_shape,
             SlotKind.LINEAR,
             load,
+            self.shard,
             elsewhere=not 0 <= index - self.first < self.experts,
             block=self.numerics.weight_block,
             attach=attach if self.memory.kind == DISK else None,

@@ -8,11 +8,23 @@ from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.layers.parallel import Parallel
 
 
+EXPERT_CHANNELS = 512  # of a routed expert's inner width, of which a rank's part is a multiple
+
+
 def shard_unit(config: AnyConfig, numerics: Numerics) -> int:
     """Rows or columns per FP8 block of a linear's weight; a rank holds a whole number of blocks."""
     if config.quantization_config is None:
         return 1
     return max(numerics.weight_block, numerics.fp8_group if numerics.quantized_weights else 1)
+
+
+def splits_widths(config: AnyConfig, ranks: int) -> bool:
+    """Whether ranks divide the inner width of each routed expert; otherwise each has some of the experts.
+
+    With a part of each expert, all ranks read equally many bytes whatever experts a token chooses: of six experts, the
+    busier one of two ranks would have 3.9 on average. The fast kernels need parts that are multiples of 512 channels.
+    """
+    return config.moe_intermediate_size % (EXPERT_CHANNELS * ranks) == 0
 
 
 def check_split(config: AnyConfig, numerics: Numerics, parallel: Parallel) -> None:
@@ -23,12 +35,14 @@ def check_split(config: AnyConfig, numerics: Numerics, parallel: Parallel) -> No
     """
     if parallel.world == 1:
         return
-    whole, widths = [("n_routed_experts", config.n_routed_experts, 1)], []
+    whole, widths, experts = [], [], [("n_routed_experts", config.n_routed_experts)]
     if not parallel.dp_attention:
         unit = shard_unit(config, numerics)
         whole, widths = whole + _token_splits(config, unit), _mlp_widths(config, unit)
         if config.dspark is not None:
-            whole.append(("dspark_n_routed_experts", config.draft_stages.n_routed_experts, 1))
+            experts.append(("dspark_n_routed_experts", config.draft_stages.n_routed_experts))
+    if not splits_widths(config, parallel.world):
+        whole = [(*each, 1) for each in experts] + whole
     whole += [width for width in widths if not _splits_unevenly(*width[1:], parallel.world)]
     problems = []
     for name, total, unit in whole:

@@ -29,7 +29,12 @@ def test_sizes_of_published_experts():
     rows = 2048 + 2048 + 4096  # each with an exponent
     assert serving == ExpertSizes(44, 43, 256, 6, ONE, FP4 + rows, FP4)
     exact = ExpertSizes.of(FLASH, numerics_for(FLASH, "exact"), torch.float32, ranks=2)
-    assert (required(exact).experts, required(exact).nbytes, required(exact).stored) == (128, 4 * ONE, FP4)
+    half = required(exact)  # two ranks have half of the width of every expert
+    assert (half.experts, half.values, half.nbytes, half.stored) == (256, ONE // 2, 2 * ONE, FP4 // 2)
+    halves = required(ExpertSizes.of(FLASH, numerics_for(FLASH, "serving"), torch.bfloat16, ranks=2))
+    assert halves.nbytes == FP4 // 2 + 1024 + 1024 + 4096
+    others = required(ExpertSizes.of(FLASH, numerics_for(FLASH, "exact"), torch.float32, ranks=8))
+    assert (others.experts, others.nbytes) == (32, 4 * ONE)  # 256 channels are too few
     v32 = ModelConfig.from_preset("v32")
     assert (
         required(ExpertSizes.of(v32, numerics_for(v32, "serving"), torch.bfloat16)).layers == 61 - 3 + 1

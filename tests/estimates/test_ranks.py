@@ -94,6 +94,16 @@ def test_share_of_a_rank_when_all_experts_are_chosen():
     assert busiest_share(384, 6, 1, 64) == pytest.approx(1 / 6)  # at least one expert
 
 
+def test_ranks_with_a_part_of_every_expert_read_equally_much():
+    """Two ranks of V4-Flash divide the widths of experts, eight ranks the experts."""
+    for ranks, share in ((2, 1 / 2), (8, busiest_share(256, 6, 1, 8))):
+        found = model("v4_flash", ranks)
+        one = model("v4_flash", 1)
+        routed, alone = (m._experts(m.config.layers[5], 1, 1).bytes["routed weights"] for m in (found, one))
+        assert routed == pytest.approx(alone * share)
+        assert found.chosen_experts(1) == pytest.approx(6 if ranks == 2 else 6 * share)
+
+
 def test_experts_are_shared_out():
     """Twice the ranks, half the routed weights that a batch reads, and the same attention with data-parallel ranks."""
     one, two = (model("v4_flash", n).step(128, 1, 8192).stages for n in (2, 4))

@@ -20,6 +20,7 @@ from deepseek_attn.kernels.moe.reference import swiglu
 from deepseek_attn.layers.weights import Shard, checkpoint_slots
 from deepseek_attn.models.moe import Experts, Gate, MoE
 from deepseek_attn.utils.device import run_beside
+from tests.support.typed import required
 
 HIDDEN, INNER, EXPERTS, TOPK, VOCAB = 128, 128, 7, 3, 50
 TOKENS = 21
@@ -280,6 +281,29 @@ def test_experts_that_no_token_chose_are_not_read():
     for projection in (module.w1, module.w2, module.w3):
         projection.weight[2:] = float("nan")
     assert torch.equal(module(x, experts, weights), before)
+
+
+@pytest.mark.parametrize("weigh_output", [False, True])
+def test_parts_of_experts_add_up(weigh_output):
+    """Each of two ranks has other channels of every expert, here unequally many."""
+    cfg = config()
+    first = cfg.moe_intermediate_size // 4
+    parts = [Shard(0, 0, first), Shard(0, first, cfg.moe_intermediate_size - first)]
+    whole, *split = (
+        Experts(cfg, get_numerics("exact"), torch.float32, weigh_output=weigh_output, width=width)
+        for width in (None, *parts)
+    )
+    for name, slot in checkpoint_slots(whole).items():
+        weight = torch.randn(slot.shape) * 0.1
+        slot.load(weight, None)
+        for part in split:
+            own = checkpoint_slots(part)[name]
+            place = required(own.shard)
+            own.load(weight.narrow(place.dim, place.start, place.size), None)
+    x, weights = torch.randn(6, cfg.hidden_size), torch.rand(6, 2)
+    experts = torch.rand(6, whole.count).topk(2).indices
+    total = sum(part(x, experts, weights) for part in split)
+    torch.testing.assert_close(total, whole(x, experts, weights), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [1, 6])

@@ -14,6 +14,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.llm import LLM
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.layers.split import EXPERT_CHANNELS
 from deepseek_attn.layers.weights import Shard
 from deepseek_attn.runner.graph_steps import DecodeStep, StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
@@ -30,8 +31,10 @@ LIMITS = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 256
 
 
 def v4_config() -> ModelConfig:
+    """Two ranks divide the width of its experts; four ranks, and those of the other families, the experts."""
+    widths = WIDTHS | {"moe_intermediate_size": 2 * EXPERT_CHANNELS}
     return small_config(
-        [0, 4, 128], mtp=1, o_groups=4, o_lora_rank=128, num_experts_per_tok=3, vocab_size=320, **WIDTHS
+        [0, 4, 128], mtp=1, o_groups=4, o_lora_rank=128, num_experts_per_tok=3, vocab_size=320, **widths
     )
 
 
