@@ -3,8 +3,8 @@
 Two ways to share the work, over the same ranks:
 
 * **Tensor parallel** (the default). Every rank has the same tokens. Attention heads with their sinks and output groups,
-  routed experts, the inner width of shared experts and dense MLPs, and the vocabulary are sharded; each sublayer ends
-  in one all-reduce. Parts with one head only (keys, caches, compressors, indexers) are replicated.
+  the inner width of experts and dense MLPs (or routed experts, see `splits_widths`), and the vocabulary are sharded;
+  each sublayer ends in one all-reduce. Parts with one head only (keys, caches, compressors, indexers) are replicated.
 * **Data-parallel attention**. Every rank has different requests and all weights of attention, so that no cache is
   replicated. Experts are sharded as before: an all-gather of tokens before them, a reduce-scatter of sums after them.
   `Parallel.agree` keeps the ranks in step, those without work included.

@@ -7,7 +7,6 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.layers.parallel import Parallel
 
-
 EXPERT_CHANNELS = 512  # of a routed expert's inner width, of which a rank's part is a multiple
 
 
