@@ -23,7 +23,6 @@ from deepseek_attn.kernels.moe import (
     moe_route,
     swiglu,
 )
-from deepseek_attn.layers.expert_files import ExpertFileCache
 from deepseek_attn.layers.expert_memory import DISK, RESIDENT, ExpertMemory
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
@@ -66,19 +65,10 @@ class Gate(CheckpointModule):
         kept = None if dtype == torch.float32 else torch.bfloat16
         self.declare("weight", (config.n_routed_experts, config.hidden_size), torch.float32, kept=kept)
         if self.hash:
-            self.num_experts, table = config.n_routed_experts, (config.vocab_size, self.topk)
-            self.declare("tid2eid", table, torch.int64, kind=SlotKind.INT, check=self._check_table)
+            table, check = (config.vocab_size, self.topk), partial(check_experts, config.n_routed_experts)
+            self.declare("tid2eid", table, torch.int64, kind=SlotKind.INT, check=check)
         else:
             self.declare("bias", (config.n_routed_experts,), torch.float32, check=check_finite)
-
-    def _check_table(self, table: torch.Tensor) -> None:
-        """Kernels index the experts' weights by the entries, unchecked."""
-        least, most = table.aminmax()
-        if least < 0 or most >= self.num_experts:
-            raise ValueError(
-                f"it names experts {int(least)} to {int(most)}, and n_routed_experts is {self.num_experts}: "
-                "experts are 0 to n_routed_experts - 1"
-            )
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x [T, hidden_size]``, ``token_ids [T]`` -> expert ids ``[T, k]`` and float32 weights ``[T, k]``."""
@@ -264,22 +254,32 @@ def needed_experts(experts: torch.Tensor) -> dict[int, int]:
     return {expert: count for expert, count in zip(*(part.tolist() for part in found), strict=True) if expert >= 0}
 
 
-class _CachedRows:
-    """One tensor of each expert of a cache, indexed by expert like a stack's tensor."""
+def check_experts(num_experts: int, table: torch.Tensor) -> None:
+    """ValueError for a hash table of other experts: kernels index weights by its entries, unchecked."""
+    least, most = table.aminmax()
+    if least < 0 or most >= num_experts:
+        raise ValueError(
+            f"it names experts {int(least)} to {int(most)}, and n_routed_experts is {num_experts}: "
+            "experts are 0 to n_routed_experts - 1"
+        )
 
-    def __init__(self, cache: ExpertFileCache, part: int):
-        self.cache, self.part = cache, part
+
+class _CachedRows:
+    """One tensor of each expert of a projection's cache, indexed by expert like a stack's tensor."""
+
+    def __init__(self, linear: ExpertLinear, part: int):
+        self.linear, self.part = linear, part
 
     def __len__(self) -> int:
-        return self.cache.experts
+        return self.linear.opened_cache.experts
 
     def __getitem__(self, expert: int) -> torch.Tensor | None:
-        return self.cache.get(expert)[self.part]
+        return self.linear.opened_cache.get(expert, self.linear.convert)[self.part]
 
 
 def _lazy_stack(linear: ExpertLinear) -> ExpertStack:
     """Weights of a projection that stay in the checkpoint, for the op in plain torch, which reads them by expert."""
-    rows: list[Any] = [_CachedRows(linear.opened_cache, part) for part in (0, 1)]
+    rows: list[Any] = [_CachedRows(linear, part) for part in (0, 1)]
     return ExpertStack(rows[0], None if linear.template is None or linear.template[1] is None else rows[1])
 
 

@@ -58,7 +58,7 @@ from deepseek_attn.models.moe import Experts, Gate, MoE
 from deepseek_attn.runner import ModelRunner, build
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.host_experts import give_rows, predict_experts
-from deepseek_attn.utils.device import peak_memory, pinned_empty
+from deepseek_attn.utils.device import peak_memory, pinned_empty, resident_memory
 from deepseek_attn.utils.files import write_text
 
 GPU_ROOM = 6 << 30  # left free beside the rows of the experts alone
@@ -701,15 +701,6 @@ def decode_steps(
             run = step.run if step.graph is not None else _eager(step.run, rows, enabled)
             made.append(TimedStep(run, set_tokens, lambda step=step: step.logits))
         yield made
-
-
-def resident_memory() -> int:
-    """Bytes of host memory that this process holds, pinned memory included; 0 where it is unknown."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _eager(run: Callable[[], object], rows: ExpertRows, ahead: bool) -> Callable[[], object]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -63,6 +63,7 @@ class Engine:
         self.on_step: Callable[[StepStats], None] | None = None
         self.turns = runner.manager.turns
         self._steppers = Caller()  # all callers of `step`: they get the outputs of requests outside of any `run`
+        self._callers: WeakKeyDictionary[Request, Caller] = WeakKeyDictionary()  # requests do not refer to theirs
         self._runs: WeakSet[Caller] = WeakSet()  # of ranks that share a model
         self._step_in: int | None = None  # number of the turn in which a step is computed
         self._ended = 0
@@ -118,7 +119,7 @@ class Engine:
         with self._whole():
             for each in request.group:
                 each.keys = BlockKeys(self.runner.layout.snapshot_block, lookahead=int(self.decoder.mtp))
-                each.caller = caller
+                self._callers[each] = caller
                 self.scheduler.waiting[each] = None
                 if reason := self.scheduler.never_fits(each):
                     self._fail(each, reason)
@@ -218,7 +219,7 @@ class Engine:
     def _leave(self, caller: Caller, held: Iterable[Request]) -> None:
         """Ends a `run`: cancels its requests that have not ended."""
         for request in held:
-            if request.caller is caller and request in self.scheduler:
+            if self._callers.get(request) is caller and request in self.scheduler:
                 self.cancel(request)
         self._runs.discard(caller)
 
@@ -229,9 +230,9 @@ class Engine:
             self._submit(request, caller)
             return
         for each in request.group:
-            if not each.finished and each.caller is not self._steppers:
+            if not each.finished and self._callers.get(each) is not self._steppers:
                 raise ValueError("the request is part of another run, which gets its outputs")
-            each.caller = caller
+            self._callers[each] = caller
             known = self._steppers.unreported.pop(each, None)
             if known is not None or each.finished:
                 caller.unreported[each] = known or Unreported(each.num_generated)
@@ -477,7 +478,7 @@ class Engine:
 
     def _report(self, request: Request) -> Unreported:
         """Registers a request: the next outputs report its progress from here on."""
-        caller = request.caller or self._steppers
+        caller = self._callers.get(request, self._steppers)
         return caller.unreported.setdefault(request, Unreported(request.num_generated))
 
 

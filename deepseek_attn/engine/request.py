@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import ref
 
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.config.options import is_integer
@@ -64,8 +65,7 @@ class Request:
         kept_blocks: blocks of tokens that have been offered to the prefix cache.
         cached_tokens: tokens that came from the prefix cache, or from ``first``, when it first started.
         preemptions: number of times it was preempted.
-        caller: the receiver of its outputs; None before it is submitted.
-        others: the requests of the prompt's other completions; their ``first`` is this request.
+        others: the requests of the prompt's other completions; their `first` is this request.
         logprobs: log-probabilities of its tokens, if its parameters request them.
         store: collects its records; at the end they become ``records``. None: no records.
         store_failure: why its records could not be stored.
@@ -88,9 +88,8 @@ class Request:
     kept_blocks: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
-    caller: Caller | None = None
     others: list[Request] = field(default_factory=list)
-    first: Request | None = None
+    _first: ref[Request] | None = None
     store: RecordStore | None = None
     store_failure: str | None = None
     records: TokenRecords | None = None
@@ -157,7 +156,7 @@ class Request:
         ]
         first.others = list(others)
         for other in others:
-            other.first = first
+            other._first = ref(first)
         return first
 
     @classmethod
@@ -169,6 +168,11 @@ class Request:
             prompt = []
         params = SamplingParams().resolved()
         return cls(None, prompt, params, make_generator(params), None, finish_reason="error", error=error)
+
+    @property
+    def first(self) -> Request | None:
+        """The request of its prompt's first completion, while something else refers to it; of the first: None."""
+        return None if self._first is None else self._first()
 
     @property
     def group(self) -> tuple[Request, ...]:

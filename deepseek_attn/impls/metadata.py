@@ -241,6 +241,11 @@ class StepMetadata:
         for step in list(self.parts()):
             step.results = LayerResults()
 
+    def forget_watchers(self) -> None:
+        """Drops observers once the step is computed: layers keep its metadata, and observers may refer to the model."""
+        for step in self.parts():
+            step.observer = step.on_selection = None
+
     def missing_keys(self, window: int) -> Tensor:
         """Number of keys missing at the start of each token's window because they were not computed, int64 ``[T]``."""
         if self.window_starts is None:

@@ -55,17 +55,10 @@ class ExpertFileCache:
 
     Args:
         weights: of this rank's experts, by number.
-        convert: a stored weight and its scale -> the tensors that the product reads.
     """
 
-    def __init__(
-        self,
-        weights: Mapping[int, UnreadWeight],
-        convert: Callable[[torch.Tensor, torch.Tensor | None], StoredPair],
-        slots: int,
-        readers: ExpertReaders,
-    ):
-        self.slots, self._weights, self._convert, self._readers = slots, weights, convert, readers
+    def __init__(self, weights: Mapping[int, UnreadWeight], slots: int, readers: ExpertReaders):
+        self.slots, self._weights, self._readers = slots, weights, readers
         self._held: dict[int, Future[StoredPair]] = {}
         self._uses = dict.fromkeys(weights, 0)
         self._unused: set[int] = set()  # experts that the step has yet to use, the one in use included
@@ -104,8 +97,12 @@ class ExpertFileCache:
         self._read_ahead()
         return hits
 
-    def get(self, expert: int) -> StoredPair:
-        """The weight of an expert and its scale, converted; valid until the next call."""
+    def get(self, expert: int, convert: Callable[[torch.Tensor, torch.Tensor | None], StoredPair]) -> StoredPair:
+        """The weight of an expert and its scale, converted; valid until the next call.
+
+        Args:
+            convert: a stored weight and its scale -> the tensors that the product reads; called once an expert.
+        """
         if self._value is None or expert != self._current:
             self._value = None
             self._unused.discard(self._current if self._current is not None else -1)
@@ -113,7 +110,7 @@ class ExpertFileCache:
             self._coming.discard(expert)
             self._read_ahead()
             self._coming.discard(expert)
-            self._value = self._convert(*self._held[expert].result())
+            self._value = convert(*self._held[expert].result())
         return self._value
 
     def end(self) -> None:

@@ -143,7 +143,7 @@ class ExpertLinear(CheckpointModule):
 
     def open_cache(self, slots: int, readers: ExpertReaders) -> None:
         """Makes the cache of a layer whose experts stay in the checkpoint."""
-        self.cache = ExpertFileCache(self.unread, self.convert, slots, readers)
+        self.cache = ExpertFileCache(self.unread, slots, readers)
 
     def one_expert(self) -> list[torch.Tensor]:
         """Weight of one expert, and its scale if it has one: the first one's, or without values (`template`)."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -92,13 +93,24 @@ def _not_loaded(weight: torch.Tensor, scale: torch.Tensor | None) -> None:
     raise NotImplementedError
 
 
+class Declared(NamedTuple):
+    """The arguments of `CheckpointModule.declare`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: SlotKind
+    shard: Shard | None
+    check: Callable[[torch.Tensor], None]
+    kept: torch.dtype | None
+
+
 class CheckpointModule(nn.Module):
     """A module that owns checkpoint tensors. Its tensor attributes are None until they are loaded."""
 
     def __init__(self, device: torch.device | str = "cpu"):
         super().__init__()
         self._device = torch.device(device)
-        self._declared: dict[str, WeightSlot] = {}
+        self._declared: dict[str, Declared] = {}  # slots refer to their module: it holds none
 
     def declare(
         self,
@@ -113,17 +125,19 @@ class CheckpointModule(nn.Module):
         """Declares the tensor ``name`` of this module, stored in ``dtype``: all of it, or a ``shard``.
 
         Args:
-            check: raises ValueError for values that the module cannot compute with.
+            check: raises ValueError for values that the module cannot compute with. Does not refer to the module,
+                which would keep it from being freed with its last user.
             kept: a tensor that the checkpoint has in this dtype is stored in it.
         """
         self.register_parameter(name, None)
+        self._declared[name] = Declared(tuple(shape), dtype, kind, shard, check, kept)
 
-        def load(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-            if not tensor.is_meta:  # without values
-                check(tensor)
-            setattr(self, name, parameter(tensor.to(self._device, kept if tensor.dtype == kept else dtype)))
-
-        self._declared[name] = WeightSlot(tuple(shape), kind, load, shard)
+    def _load(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        declared = self._declared[name]
+        if not tensor.is_meta:  # without values
+            declared.check(tensor)
+        dtype = declared.kept if tensor.dtype == declared.kept else declared.dtype
+        setattr(self, name, parameter(tensor.to(self._device, dtype)))
 
     @property
     def loaded(self) -> Mapping[str, Any]:
@@ -132,7 +146,8 @@ class CheckpointModule(nn.Module):
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
         """Yields (name relative to this module, slot) for the tensors that this module itself owns."""
-        yield from self._declared.items()
+        for name, declared in self._declared.items():
+            yield name, WeightSlot(declared.shape, declared.kind, partial(self._load, name), declared.shard)
 
 
 class ModuleTable(nn.ModuleDict, Generic[ModuleT]):

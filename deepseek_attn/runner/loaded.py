@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -155,7 +154,6 @@ class LoadedModel:
         self.pools.clear()  # sequences and engines hold the manager, which holds the pools
         for name in FREED:
             del vars(self)[name]
-        gc.collect()  # modules refer to themselves
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -142,7 +142,10 @@ class StepRunner(LoadedModel):
                 lengths = self.trailing.attach(meta, batch, plans)
         if recorder is not None:
             recorder.begin(meta)
-        return EagerStep(model, lengths, model(ids, meta.positions, meta))
+        try:
+            return EagerStep(model, lengths, model(ids, meta.positions, meta))
+        finally:
+            meta.forget_watchers()
 
     def _compute_one_by_one(
         self, model: Backbone, rows: Batch, recorder: StepRecorder | None, plans: list[SequenceRows]
@@ -161,7 +164,10 @@ class StepRunner(LoadedModel):
                 if recorder is not None:
                     recorder.begin(meta, first=len(states))
                 ids = torch.tensor(sequence.token_ids[position : position + 1], device=self.device, dtype=torch.int64)
-                states.append(model(ids, meta.positions, meta))
+                try:
+                    states.append(model(ids, meta.positions, meta))
+                finally:
+                    meta.forget_watchers()
                 kept += results
             lengths.append(kept)
         return EagerStep(model, lengths, torch.cat(states), one_by_one=True)

@@ -7,7 +7,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 
 T = TypeVar("T")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-MEMINFO = Path("/proc/meminfo")
+MEMINFO, STATM = Path("/proc/meminfo"), Path("/proc/self/statm")
 
 
 def total_memory(device: torch.device) -> int:
@@ -55,6 +55,13 @@ def available_memory() -> int:
     except (OSError, ValueError, KeyError):  # no such files, or no limit
         pass
     return max(0, min(found))
+
+
+def resident_memory() -> int:
+    """Resident memory of this process, pinned memory included, in bytes; 0 where it is unknown (not Linux)."""
+    with suppress(OSError):
+        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def peak_memory() -> int:

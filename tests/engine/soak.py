@@ -45,6 +45,7 @@ from deepseek_attn.lab.bench.engine import cut_config
 from deepseek_attn.models.block import Backbone
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.sequence import Sequence
+from deepseek_attn.utils.device import resident_memory
 from deepseek_attn.utils.files import write_text
 from tests.engine.workload import cache_bytes, check_pages, use_buckets, worse_tokens
 from tests.support.predictable import PredictableSource
@@ -366,7 +367,7 @@ class Soak:
         return Row(
             self.counts["step"],
             *(round(statistics.median(times) * 1e6) for times in (wall, cpu, probe)),
-            rss=resident_bytes(),
+            rss=resident_memory(),
             objects=len(gc.get_objects()),
             files=len(os.listdir("/proc/self/fd")),
             device_bytes=torch.cuda.memory_allocated(device) if cuda else 0,
@@ -374,11 +375,6 @@ class Soak:
             device_used=total - free,
             tokens=tokens / len(wall),
         )
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def growth(values: Iterable[float]) -> float:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.request import Request
+from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.graphs import DecodeGraphs
+from tests.support import v32_cases, v41_cases
 from tests.support.requests import greedy
 from tests.support.small_models import small_config, small_runner
 from tests.support.typed import required, untyped
@@ -24,7 +29,48 @@ def runner_with_all():
     return runner
 
 
-def test_weights_and_caches_are_freed():
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Objects are freed with their last user or not at all."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def memory_of(runner) -> list[weakref.ref]:
+    """Everything large that a runner holds."""
+    held = [*runner.model.parameters(), *(pool.tensor for pool in runner.pools), runner.workspace, runner.graphs]
+    return [weakref.ref(thing) for thing in held if thing is not None]
+
+
+FAMILIES = {
+    "v4": (runner_with_all, {}),
+    "v32": (lambda **options: v32_cases.make_runner(v32_cases.small(), **options), {}),
+    "v41": (lambda **options: v41_cases.make_runner(v41_cases.shallow(), **options), {}),
+    "experts in files": (lambda **options: small_runner(small_config([0, 4]), **options), {"expert_memory": "disk"}),
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_model_is_freed_with_its_last_user(case, no_collections):
+    """The next one may need the memory before Python looks for cycles."""
+    make, options = FAMILIES[case]
+    runner = make(**options)
+    engine = Engine(runner, decoder=MTPSpeculation(runner, 1) if runner.has_mtp else None)
+    engine.add_request([5] * 70, SamplingParams(n=2, max_tokens=4, temperature=1, seed=0))
+    for _ in range(3):
+        engine.step()
+    next(engine.run([Request.create(runner, None, [6] * 9, greedy(4))]))  # and is left
+    [logits], [records] = runner.score_records([[7] * 30], runner.record_options(routes=True, selections=True))
+    assert torch.equal(logits, runner.score([[7] * 30], replay=[records])[0])
+    held = [weakref.ref(runner), *memory_of(runner)]
+    assert len(held) > 20
+    del engine, runner
+    assert [ref() for ref in held if ref() is not None] == []
+
+
+def test_weights_and_caches_are_freed(no_collections):
     """Though a sequence, an engine and a request that has not ended are held."""
     runner = runner_with_all()
     engine = Engine(runner, decoder=MTPSpeculation(runner, 1))
@@ -33,8 +79,7 @@ def test_weights_and_caches_are_freed():
     for _ in range(3):
         engine.step()
     assert not request.finished
-    held = [*runner.model.parameters(), *(pool.tensor for pool in runner.pools), runner.workspace, runner.graphs]
-    held = [weakref.ref(thing) for thing in held]
+    held = memory_of(runner)
     runner.close()
     assert [ref() for ref in held if ref() is not None] == []
     with pytest.raises(RuntimeError, match=CLOSED):

@@ -1,11 +1,8 @@
 """Routed experts that are read as steps need them: the same bits as all resident, whatever the cache holds."""
 
-import gc
-import re
 import threading
 from concurrent.futures import Future
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from deepseek_attn.layers.expert_files import ExpertFileCache
 from deepseek_attn.layers.expert_memory import ExpertStats
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.runner.expert_files import FREE_SHARE
+from deepseek_attn.utils.device import resident_memory
 from tests.support import v32_cases, v41_cases
 from tests.support.interruptions import InterruptBefore
 from tests.support.small_models import prompt, small_config, small_runner
@@ -220,7 +218,6 @@ def test_closing_ends_the_threads(directory):
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
     readers = [thread for thread in threading.enumerate() if thread.name.startswith("experts")]
     del llm
-    gc.collect()
     for thread in readers:
         thread.join(20)
         assert not thread.is_alive()
@@ -244,8 +241,8 @@ def step(cache, readers, needed) -> tuple[int, list[int]]:
     readers.begun.clear()
     hits = cache.begin(dict.fromkeys(needed, 1))
     for expert in needed:
-        assert cache.get(expert)[0] == expert
-        assert cache.get(expert)[0] == expert
+        assert cache.get(expert, lambda *pair: pair)[0] == expert
+        assert cache.get(expert, lambda *pair: pair)[0] == expert
         assert len(cache.held) <= cache.slots
     cache.end()
     return hits, list(readers.begun)
@@ -253,7 +250,7 @@ def step(cache, readers, needed) -> tuple[int, list[int]]:
 
 def test_least_used_experts_are_evicted_first():
     readers = ManualReaders()
-    cache = ExpertFileCache(untyped({number: number for number in range(8)}), lambda *pair: pair, 3, untyped(readers))
+    cache = ExpertFileCache(untyped({number: number for number in range(8)}), 3, untyped(readers))
     assert step(cache, readers, [2, 5, 7]) == (0, [2, 5, 7])
     assert step(cache, readers, [2, 5]) == (2, [])
     assert step(cache, readers, [2, 3]) == (1, [3])  # in the place of 7, used once
@@ -277,7 +274,7 @@ def test_uses_are_counted_as_on_a_gpu():
 
 def test_equal_counts_evict_the_lowest_number():
     readers = ManualReaders()
-    cache = ExpertFileCache(untyped({number: number for number in range(8)}), lambda *pair: pair, 3, untyped(readers))
+    cache = ExpertFileCache(untyped({number: number for number in range(8)}), 3, untyped(readers))
     step(cache, readers, [1, 4, 6])
     step(cache, readers, [5])
     assert cache.held == [4, 5, 6]
@@ -285,7 +282,7 @@ def test_equal_counts_evict_the_lowest_number():
 
 def test_a_step_that_needs_more_than_there_are_slots_reads_each_once():
     readers = ManualReaders()
-    cache = ExpertFileCache(untyped({number: number for number in range(8)}), lambda *pair: pair, 4, untyped(readers))
+    cache = ExpertFileCache(untyped({number: number for number in range(8)}), 4, untyped(readers))
     assert step(cache, readers, list(range(8))) == (0, list(range(8)))
     assert cache.held == [4, 5, 6, 7]
     hits, read = step(cache, readers, list(range(8)))
@@ -294,15 +291,10 @@ def test_a_step_that_needs_more_than_there_are_slots_reads_each_once():
     assert set(read) >= {0, 1, 2, 3}
 
 
-def resident_memory() -> int:
-    """Bytes of this process in memory."""
-    return int(required(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text()))[1]) * 1024
-
-
 @pytest.mark.exhaustive
 def test_memory_is_bounded(tmp_path):
     """Steps that read 200 MB of experts: a cache of 6 MB takes that much less memory than one of all experts."""
-    if not Path("/proc/self/status").exists():
+    if not resident_memory():
         pytest.skip("needs /proc")
     changes = {"n_routed_experts": 64, "vocab_size": 300, "moe_intermediate_size": 4096, "hidden_size": 256}
     config = small_config([0, 4], **changes)

@@ -129,5 +129,5 @@ class GpuMemory:
     def _free() -> None:
         """Gives unused memory of the process back to the GPU, if it is much: the next test here may not have it."""
         if torch.cuda.memory_reserved(0) > DEFAULT * GIB / 2:
-            gc.collect()  # models are in cycles
+            gc.collect()  # tracebacks of failures hold models in cycles
             torch.cuda.empty_cache()

@@ -45,5 +45,5 @@ class OracleOutput:
             chosen[t, row.topk(min(k, count)).indices] = True
             if count > k:
                 best = row.sort(descending=True).values
-                self.index_gap = min(self.index_gap, float((best[k - 1] - best[k]) / row.abs().max()))
+                self.index_gap = min(self.index_gap, float(best[k - 1] - best[k]) / (float(row.abs().max()) or 1.0))
         self.entries[layer] = chosen

@@ -169,7 +169,7 @@ class V41Oracle:
             elif candidate_source is not None and layer > candidate_source:
                 allowed = [e for e in allowed if e // c["candidate_block_size"] in self.kept_blocks[t]]
             order = sorted(allowed, key=lambda e: (-scores[e], e))
-            gaps.append(_gap([scores[e] for e in order], topk))
+            gaps.append(gap_after([scores[e] for e in order], topk))
             selected.append(sorted(order[:topk]))
         return selected
 
@@ -181,7 +181,7 @@ class V41Oracle:
         newest, total = (len(scores) - 1) // size, -(-len(scores) // size)
         best = [max(scores[b * size : (b + 1) * size]) for b in range(total)]
         order = sorted(range(total), key=lambda b: (b != newest, -best[b], b))
-        gap = _gap([best[b] for b in order[1:]], count - 1)  # the newest block is kept anyway
+        gap = gap_after([best[b] for b in order[1:]], count - 1)  # the newest block is kept anyway
         self.gaps.setdefault(f"layers.{layer}.candidates", []).append(gap)
         return set(order[:count])
 
@@ -284,14 +284,15 @@ def nvfp4(x: Tensor) -> Tensor:
     return (nearest(groups / scale, E2M1) * scale).float().bfloat16().double().flatten(-2)
 
 
-def _gap(scores: list[float], kept: int) -> float:
+def gap_after(scores: list[float], kept: int) -> float:
     """Distance of the last of ``kept`` scores, in falling order, to the next one, relative to the largest.
 
-    Infinite where nothing is rejected, and for scores of exactly 0: no head likes these keys, in any precision.
+    Infinite where nothing is rejected. A tie at 0 is a tie: products with keys that no head likes may be rounded to
+    either side of 0.
     """
-    if not 0 < kept < len(scores) or scores[kept - 1] == scores[kept] == 0:
+    if not 0 < kept < len(scores):
         return math.inf
-    return (scores[kept - 1] - scores[kept]) / max(map(abs, scores))
+    return (scores[kept - 1] - scores[kept]) / (max(map(abs, scores)) or 1.0)
 
 
 def frequencies(c: Mapping[str, Any], ratio: int) -> list[float]:
