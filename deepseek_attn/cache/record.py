@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import value_range
 from deepseek_attn.kernels.common.device import FLOATS
+from deepseek_attn.kernels.common.tape import recording
 from deepseek_attn.utils.registry import Registry
 
 RECORD_KINDS = ("plain", "fp8_ds_mla", "fp8_fp4", "fp8", "fp4", "fp8_v4", "fp8_v32", "fp8_v41", "fp4_v41")
@@ -95,7 +96,7 @@ class Record(ABC):
         slots = checked_slots(slots, pool.shape[0] * n)
         written = slots >= 0
         if slots.device.type == "cpu":
-            if not written.all():
+            if not recording() and not written.all():
                 slots, rows = slots[written], rows[written]
             page, offset = _page_offset(slots, n)
             for view, part in zip(self._views(pool, n), self.encode(rows), strict=True):
@@ -132,6 +133,10 @@ class Record(ABC):
         parts = tuple(_load(view, page, offset) for view in self._views(pool, n))
         out = self.decode(parts, dtype).masked_fill_((flat < 0).unsqueeze(-1), 0)
         return out.view(*slots.shape, self.dim)
+
+    def gather_valid(self, pool: Tensor, n: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """`gather` of slots ``[T]`` that are known to be in the pool."""
+        return self.gather(pool, n, slots, dtype)
 
     def describe(self, n: int = 64) -> str:
         """One line for people: the format, its parts and the size of a page of ``n`` entries."""
@@ -237,7 +242,7 @@ def checked_slots(slots: Tensor, capacity: int) -> Tensor:
     """``slots`` as int64; ValueError for another dtype and, on the CPU, for a slot that is not below ``capacity``."""
     if slots.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"slots are int64 or int32, got {slots.dtype}")
-    if slots.device.type == "cpu":
+    if slots.device.type == "cpu" and not recording():
         check_largest(value_range(slots)[1], capacity)
     return slots.to(torch.int64)
 

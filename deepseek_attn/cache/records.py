@@ -18,6 +18,7 @@ from deepseek_attn.kernels.common.quant import (
     quantize_fp4,
     quantize_fp8,
 )
+from deepseek_attn.kernels.common.tape import recording
 
 _PAGE_ALIGN = 576  # bytes; FlashMLA's tensor maps address pools as rows of 576 bytes
 
@@ -58,7 +59,7 @@ class PlainRecord(Record):
         if table is None or slots.device.type != "cpu":
             return super().insert(pool, n, slots, rows)
         self._check_rows(slots, rows)
-        least, most = value_range(slots)
+        least, most = (0, -1) if recording() else value_range(slots)
         check_largest(most, table.shape[0])
         if least < 0:
             written = slots >= 0
@@ -78,6 +79,10 @@ class PlainRecord(Record):
         flat = checked_slots(flat, table.shape[0])
         rows = table.index_select(0, flat.clamp_min(0)).to(dtype)
         return rows.masked_fill_((flat < 0).unsqueeze(-1), 0).view(*slots.shape, self.dim)
+
+    def gather_valid(self, pool: Tensor, n: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        table = self._table(pool, n)
+        return self.gather(pool, n, slots, dtype) if table is None else table.index_select(0, slots).to(dtype)
 
     def _table(self, pool: Tensor, n: int) -> Tensor | None:
         """Pages without gaps as one table of rows ``[entries, dim]``; None for others, and without pages."""

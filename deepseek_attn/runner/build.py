@@ -48,6 +48,7 @@ from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.host_experts import hold_experts
 from deepseek_attn.runner.loaded import LoadedModel, Model
 from deepseek_attn.runner.sequence import TokenLimits
+from deepseek_attn.runner.tapes import DecodeTapes
 from deepseek_attn.runner.trailing import TrailingRows
 from deepseek_attn.utils.device import available_memory, total_memory
 from deepseek_attn.utils.torch_state import in_own_torch_state
@@ -169,6 +170,7 @@ def build_runner(
             drafter=_drafter(family, model, pools, manager),
             prefixes=PrefixCache(manager) if max_snapshots else None,
             graphs=_decode_graphs(cuda_graphs, family, model, layout, tables),
+            tapes=_decode_tapes(cuda_graphs, family, model, layout, tables),
             tables=tables,
             expert_files=expert_files,
             expert_rows=expert_rows,
@@ -295,3 +297,14 @@ def _decode_graphs(
     if problem or wanted is False or isinstance(model, AttentionStack):
         return None
     return DecodeGraphs(model, layout, family.device, engram=tables)
+
+
+def _decode_tapes(
+    wanted: bool | None, family: Family, model: Model, layout: CacheLayout, tables: EngramTables | None
+) -> DecodeTapes | None:
+    """Decode steps of one token on a CPU, as tapes; None where steps wait for other ranks, or read files."""
+    if wanted is False or family.device.type != "cpu" or family.options.deterministic or family.parallel.world > 1:
+        return None
+    if isinstance(model, AttentionStack) or family.experts.kind != GPU or tables is not None:
+        return None
+    return DecodeTapes(model, layout)

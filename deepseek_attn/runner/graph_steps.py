@@ -17,6 +17,7 @@ from deepseek_attn.attention.builder import LayerSpecs
 from deepseek_attn.attention.decode_builder import DecodeBatch, RowOwners, build_decode_metadata
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.kernels.common.tape import Tape
 from deepseek_attn.kernels.indices import DecodeRows, decode_rows
 from deepseek_attn.kernels.sampling import accept_drafts, greedy_tokens
 from deepseek_attn.layers.engram import EngramTables, RowBuffers
@@ -118,7 +119,8 @@ class CapturedStep(StepTensors, ABC):
     Attributes:
         layers, draft_layers: specs of the backbone's layers and of the MTP layers.
         engram: rows that Engram layers read, an input of the step; None for a model without any.
-        graph: the captured step; None while it runs eagerly.
+        graph: the captured or recorded step; None while it runs eagerly.
+        records: the next run records the step as a tape. Then no token may be padding.
     """
 
     def __init__(
@@ -135,7 +137,8 @@ class CapturedStep(StepTensors, ABC):
         self.engram = None if engram is None else RowBuffers(engram, size.rows)
         self.layers = tuple(spec for spec in layer_specs(model) if not spec.is_mtp)
         self.draft_layers = tuple(spec for spec in layer_specs(model) if spec.is_mtp)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: torch.cuda.CUDAGraph | Tape | None = None
+        self.records = False
 
     @abstractmethod
     def forward(self) -> None:
@@ -200,11 +203,13 @@ class CapturedStep(StepTensors, ABC):
         return torch.cuda.memory_reserved() - reserved
 
     def run(self) -> None:
-        """Computes the step: replays the graph if there is one."""
-        if self.graph is None:
-            self.forward()
-        else:
+        """Computes the step: replays the graph or tape if there is one."""
+        if self.graph is not None:
             self.graph.replay()
+        elif self.records:
+            self.graph = Tape(self.forward, [self.inputs, *self.tables.tables.values()])
+        else:
+            self.forward()
 
 
 class DecodeStep(CapturedStep):

@@ -31,6 +31,7 @@ from deepseek_attn.runner.drafting import Drafter
 from deepseek_attn.runner.expert_files import ExpertFiles
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
+from deepseek_attn.runner.tapes import DecodeTapes
 from deepseek_attn.runner.trailing import TrailingRows
 from deepseek_attn.utils.sizes import show_bytes
 from deepseek_attn.utils.torch_state import own_torch_state
@@ -40,7 +41,7 @@ from deepseek_attn.utils.workspace import Workspace
 Model = Backbone | AttentionStack
 FREED = (  # by `close`
     *("model", "pools", "workspace", "manager", "builder", "drafter", "prefixes", "graphs", "tables", "trailing"),
-    *("expert_files", "expert_rows"),
+    *("expert_files", "expert_rows", "tapes"),
 )
 
 
@@ -56,6 +57,7 @@ class LoadedModel:
         prefixes: prefixes that engines keep for later requests; None without ``max_snapshots``.
         trailing: which rows of prompts upper layers compute (V4.1); None: all layers compute all rows.
         graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
+        tapes: decode steps of one token on a CPU, recorded; None: every step is computed as it is.
         tables: looks rows of Engram tables up; None for a model without Engram layers.
         expert_files: caches of routed experts that stay in the checkpoint; None if the experts are elsewhere.
         expert_rows: rows on the GPU for experts in host memory; None if the experts are elsewhere.
@@ -87,6 +89,7 @@ class LoadedModel:
     drafter: Drafter | None
     prefixes: PrefixCache | None
     graphs: DecodeGraphs | None
+    tapes: DecodeTapes | None
     tables: EngramTables | None
     expert_files: ExpertFiles | None
     expert_rows: ExpertRows | None

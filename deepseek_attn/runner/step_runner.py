@@ -130,6 +130,9 @@ class StepRunner(LoadedModel):
             )
         if self.graphs is not None:
             self.graphs.prelaunched = None  # a different step than the launched one
+        one = lengths == [1] and recorder is None and not options.observer and not plans
+        if self.tapes is not None and one and (run := self.tapes.repeat(caches[0], token_ids[0])):
+            return run
         if self.one_by_one:
             return self._compute_one_by_one(model, rows, recorder, plans)
         lookups = self._look_up(chunks_of(rows))  # reads while the metadata is built, too

@@ -17,6 +17,7 @@ from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import freqs_cis_at, rotate_
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
+from deepseek_attn.kernels.common.tape import reads_values
 
 WIDTH_STEP = 64
 """On the CPU a row is computed at its length rounded up to this many columns, not at the width of the index tensor."""
@@ -99,7 +100,7 @@ def _paged_source(keys: PagedKeys) -> _Source:
         fetched.copy_(keys.record.gather(keys.pool, keys.entries, slots.masked_fill(~valid, -1), dtype))
 
     def read(slots: Tensor) -> Tensor:
-        return keys.record.gather(keys.pool, keys.entries, slots, dtype).float()
+        return keys.record.gather_valid(keys.pool, keys.entries, slots, dtype).float()
 
     return _Source(keys.indices, keys.lens, keys.pool.shape[0] * keys.entries, fetch, read)
 
@@ -170,6 +171,7 @@ def _attend(
     return out, lse
 
 
+@reads_values
 def _attend_one(
     q: Tensor, sources: list[_Source], scale: float, sink: Tensor | None, d_v: int, max_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:

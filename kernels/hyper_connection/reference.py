@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.common.norm_rope import inverse_rms, rms_norm
+from deepseek_attn.kernels.common.tape import reads_values
 from deepseek_attn.kernels.hyper_connection.types import DelayedInput, HyperConnection, SublayerInput, SublayerOutput
 
 FEW_TOKENS = 32
@@ -37,6 +38,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     return mix.unflatten(1, (m, m))
 
 
+@reads_values
 def _sinkhorn_of_few(mix: Tensor, iterations: int, eps: float) -> Tensor:
     """`sinkhorn` after the softmax, of a few tokens on a CPU; in place."""
     m = mix.shape[-1]

@@ -14,6 +14,7 @@ from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at
 from deepseek_attn.kernels.common.quant import dequantize_fp4, hadamard, quantize_fp4, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries
+from deepseek_attn.kernels.common.tape import reads_values
 from deepseek_attn.kernels.indexer.types import (
     KEY_FORMATS,
     SCORE_BYTES,
@@ -150,6 +151,7 @@ def _request_runs(token_to_req: Tensor) -> Iterator[tuple[int, int, int]]:
         first += count
 
 
+@reads_values
 def index_select(
     queries: IndexQueries,
     keys: PagedIndexKeys,
@@ -236,7 +238,7 @@ def _entry_slots(keys: PagedIndexKeys, request: int, count: int) -> Tensor:
 
 def _gather_keys(keys: PagedIndexKeys, slots: Tensor) -> Tensor:
     """Float32 keys at these slots, channels in the order of the queries."""
-    found = keys.record.gather(keys.pool, keys.entries, slots, torch.float32)
+    found = keys.record.gather_valid(keys.pool, keys.entries, slots, torch.float32)
     return even_odd(found) if keys.record.name == "index_fp4" else found
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import check
+from deepseek_attn.kernels.common.tape import recording
 from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
 
 INT32_MAX = 2**31 - 1
@@ -232,7 +233,8 @@ def _zero_invalid(lens: Tensor, is_valid: Tensor | None) -> Tensor:
 def _entry_slots(entries: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int) -> Tensor:
     """Slots of int64 ``entries [T, K]`` of the token's request; -1 if negative, beyond the table or on no page."""
     check_rows(entries, token_to_req, block_table, block_size)
-    if block_table.numel() == 0 or entries.numel() == 0 or (entries.is_cpu and int(entries.max()) < 0):
+    no_entry = entries.is_cpu and not recording() and entries.numel() and int(entries.max()) < 0
+    if no_entry or block_table.numel() == 0 or entries.numel() == 0:
         return torch.full_like(entries, -1)
     requests, pages = block_table.shape
     request = token_to_req.long()[:, None]

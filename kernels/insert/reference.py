@@ -14,6 +14,7 @@ from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at, rms_norm, rotate_
 from deepseek_attn.kernels.common.quant import QuantizedRows, hadamard, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
+from deepseek_attn.kernels.common.tape import reads_values, recording
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
     CompressBatch,
@@ -137,12 +138,42 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
     """The compressors' part of `insert_tokens`."""
     for part in compressors:
         check_part(part, batch)
+    if recording():
+        return _compress_one(compressors, batch)
     windows = closing_windows(batch)
     for part in compressors:
         pooled = _pool_and_keep(part, windows)
         if len(pooled):
             entries = _finished(part, pooled, windows.entry_positions)
             part.record.insert(part.pool, part.page_entries, windows.entry_slots, entries)
+
+
+def _compress_one(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
+    """`compress_and_insert` of one token: its window is read only if the token closes it."""
+    phase = batch.positions % batch.ratio
+    row = batch.ring_pages.long() * batch.rows + batch.positions % batch.rows
+    for part in compressors:
+        score = part.score + part.ape.index_select(0, phase)
+        part.state.view(-1, 2, part.kv.shape[1]).index_copy_(0, row, torch.stack([part.kv, score], dim=1))
+    _insert_closed(compressors, batch)
+
+
+@reads_values
+def _insert_closed(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
+    """Inserts the entries of a token that closes a window; a ring holds all tokens of a window."""
+    if int(batch.slots) < 0:
+        return
+    last, pooled, first_row = int(batch.positions), batch.pooled_tokens, int(batch.ring_pages) * batch.rows
+    wanted = torch.arange(last - pooled + 1, last + 1, dtype=torch.int64, device="cpu")
+    rows, absent = wanted % batch.rows + first_row, (wanted < 0).unsqueeze(1)
+    position = batch.positions // batch.ratio * batch.ratio
+    for part in compressors:
+        found = part.state.view(-1, 2, part.kv.shape[1]).index_select(0, rows)
+        if batch.overlap:  # the half of a row that the entry pools
+            older, newer = found.chunk(2)
+            found = torch.cat([older[..., : part.dim], newer[..., part.dim :]])
+        entry = _finished(part, pool_windows(found[:, 0], found[:, 1], absent).unsqueeze(0), position)
+        part.record.insert(part.pool, part.page_entries, batch.slots, entry)
 
 
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:

@@ -13,6 +13,7 @@ from deepseek_attn.kernels.common.checks import INTS, check
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.quant import InputFormat
+from deepseek_attn.kernels.common.tape import reads_values, recording
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED, dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.types import (
     UNGROUPED,
@@ -117,6 +118,9 @@ def moe_experts(
     for ready in () if slots is None else (slots.gates_ready, slots.outputs_ready):
         if ready is not None:
             ready.wait()
+    if recording() and slots is None:
+        out = _of_one_token(x, experts, weights, (w1, w3, w2), limit, weigh_output, input_format)
+        return out if add is None else (out + add).to(x.dtype)
     row_of = None if slots is None else slots.rows.tolist()
 
     def run(blocks: Sequence[Tensor], chosen: list[int], weight: Tensor) -> Tensor:
@@ -141,6 +145,54 @@ def moe_experts(
     if add_ready is not None:
         add_ready.wait()
     return out if add is None else (out + add).to(x.dtype)
+
+
+def _of_one_token(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    stacks: Sequence[ExpertStack],
+    limit: float,
+    weigh_output: bool,
+    input_format: InputFormat,
+) -> Tensor:
+    """`_row_by_row` of one token for a tape: values are read for the products alone."""
+    experts, order = experts[0].sort()
+    weight, w1, w3, w2 = weights[0].index_select(0, order).unsqueeze(1), *stacks
+
+    def project(rows: Sequence[Tensor], stack: ExpertStack) -> Tensor:
+        outs = x.new_empty(len(experts), stack.weight.shape[1])
+        _project_rows(
+            rows, stack, [weight.t() for weight in stack.weight.unbind()], experts, input_format, outs.split(1)
+        )
+        return outs
+
+    rows = [x] * len(experts)
+    hidden = swiglu(project(rows, w1), project(rows, w3), limit)
+    if not weigh_output:
+        hidden = hidden * weight
+    out = project(hidden.to(x.dtype).split(1), w2).float()
+    first, *others = (out * weight if weigh_output else out).split(1)
+    for other in others:
+        first = first + other
+    return first
+
+
+@reads_values
+def _project_rows(
+    rows: Sequence[Tensor],
+    stack: ExpertStack,
+    weights: list[Tensor],
+    experts: Tensor,
+    input_format: InputFormat,
+    outs: Sequence[Tensor],
+) -> None:
+    """Writes `expert_linear` of each row ``[1, in]`` with its expert to ``outs``; ``weights``: transposed."""
+    for row, expert, out in zip(rows, experts.tolist(), outs, strict=True):
+        if stack.scale is None:
+            torch.mm(row, weights[expert], out=out)
+        else:
+            out.copy_(expert_linear(row, stack, expert, input_format))
 
 
 RunExperts = Callable[[Sequence[Tensor], list[int], Tensor], Tensor]

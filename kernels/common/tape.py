@@ -1,0 +1,219 @@
+"""Torch operations on a CPU, recorded once and repeated on the same tensors: what a CUDA graph is on a GPU.
+
+Most of the time of a decode step of a small model goes to Python, dispatch, checks and views. A `Tape` repeats the
+operations alone: each writes its result to the tensor that it returned when it was recorded. The bits stay the same.
+
+An operation that depends on a value which Python has read cannot be repeated. `reads_values` marks functions with such
+operations: the tape calls them again. A value that is read elsewhere ends the recording (`NotRepeatable`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from functools import partial, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepseek_attn.kernels.common.context import holding
+
+P = ParamSpec("P")
+R = TypeVar("R")
+MOST_BYTES = 64 << 20  # of results that a tape keeps; a step that dequantises its weights has more
+READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)  # values that no operation returns
+DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+_recording: ContextVar[Tape | None] = ContextVar("recording", default=None)
+
+
+class NotRepeatable(Exception):
+    """The operations of a function may be others in its next call, or keep too much memory."""
+
+
+def recording() -> bool:
+    """Whether a tape records here: values must not be read, and no token is padding."""
+    return _recording.get() is not None
+
+
+def reads_values(function: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function that reads values of tensors: a tape calls it again, with the same arguments.
+
+    The function returns None, or tensors whose shapes do not depend on values.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        tape = _recording.get()
+        return function(*args, **kwargs) if tape is None else tape.add_call(function, args, kwargs)
+
+    return call
+
+
+class _Step(NamedTuple):
+    """An operation: tensors that it reads and returns, and the call that repeats it; None for views."""
+
+    tensors: list[Tensor]
+    results: list[Tensor]
+    call: Callable[[], object] | None
+    always: bool = False
+
+
+class Tape:
+    """The operations of ``function``, which is called once, here.
+
+    Args:
+        inputs: tensors that the caller changes between runs.
+
+    Raises:
+        NotRepeatable: ``function`` reads a value outside of `reads_values`, or its results take more than `MOST_BYTES`.
+            What it has written until then stays.
+    """
+
+    def __init__(self, function: Callable[[], object], inputs: Iterable[Tensor]):
+        self.steps: list[_Step] = []
+        self.paused, self.nbytes = False, 0
+        self.changing = {_memory(tensor) for tensor in inputs}  # storages that are not the same in each run
+        with holding(_recording, self), _Reads(self), _Operations(self):
+            function()
+        self.calls = self._calls()
+
+    def replay(self) -> None:
+        """Repeats the operations."""
+        for call in self.calls:
+            call()
+
+    def add_call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Calls a function that reads values, now and in each replay."""
+        self.paused = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self.paused = False
+        results, call = _as_tuple(result), partial(function, *args, **kwargs)
+
+        def copied() -> None:
+            for old, new in zip(results, _as_tuple(call()), strict=True):
+                old.copy_(new)
+
+        tensors = _tensors((args, kwargs))
+        self.changing.update(map(_memory, (*tensors, *results)))  # it may write its arguments
+        self.steps.append(_Step(tensors, list(results), copied if results else call, always=True))
+        return result
+
+    def add(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """Calls an operation of torch, and records it."""
+        if not DEPENDS_ON_VALUES.isdisjoint(op.tags) and not _indexes_by_number(op, args):
+            raise NotRepeatable(f"{op} depends on values")
+        result = op(*args, **kwargs)
+        tensors, results, schema = _tensors((args, kwargs)), _tensors(result), op._schema
+        call, name = None, _name(op)
+        if schema.is_mutable:
+            written = [value for value, a in zip(args, schema.arguments, strict=False) if a.alias_info is not None]
+            self.changing.update(map(_memory, _tensors((written, kwargs.get("out")))))
+            call = partial(getattr(torch if "out" in kwargs else Tensor, name, op), *args, **kwargs)
+        elif "empty" not in name and not any(value.alias_info is not None for value in schema.returns):
+            self.nbytes += sum(tensor.nbytes for tensor in results)
+            if self.nbytes > MOST_BYTES:
+                raise NotRepeatable(f"the results take more than {MOST_BYTES:,} bytes")
+            call = _writing_to(result, op, args, kwargs)
+        self.steps.append(_Step(tensors, results, call))
+        return result
+
+    def _calls(self) -> list[Callable[[], object]]:
+        """The calls, without those whose results are the same in each run."""
+        calls = []
+        for step in self.steps:
+            if step.always or not self.changing.isdisjoint(map(_memory, (*step.tensors, *step.results))):
+                self.changing.update(map(_memory, step.results))
+                calls += [] if step.call is None else [step.call]
+        return calls
+
+
+class _Operations(TorchDispatchMode):
+    """Passes each operation to a tape."""
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.tape.paused:
+            return func(*args, **kwargs)
+        with self:  # in inference mode, operations that consist of others arrive whole
+            result = func.decompose(*args, **kwargs)
+        return self.tape.add(func, args, kwargs) if result is NotImplemented else result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, which takes a second
+
+
+class _Reads(TorchFunctionMode):
+    """Raises `NotRepeatable` for values that are read without an operation."""
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in READS and not self.tape.paused:
+            raise NotRepeatable(f"{func.__name__} reads values")
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors in nested sequences and dicts."""
+    if isinstance(values, (tuple, list, dict)):
+        parts = values.values() if isinstance(values, dict) else values
+        return [tensor for part in parts for tensor in _tensors(part)]
+    return [values] if isinstance(values, Tensor) else []
+
+
+def _as_tuple(result: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    return () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def _name(op: Any) -> str:
+    return op._schema.name.split("::")[1]
+
+
+def _indexes_by_number(op: Any, args: tuple) -> bool:
+    """Whether an operation is ``x[i]`` with numbers, whose result has the same shape for all values."""
+    return op is torch.ops.aten.index.Tensor and all(
+        i.dtype not in (torch.bool, torch.uint8) for i in _tensors(args[1])
+    )
+
+
+def _writing_to(result: Any, op: Any, args: tuple, kwargs: dict) -> Callable[[], object]:
+    """A call that computes ``op`` into the tensors that it returned, with the same bits."""
+    name, overload = _name(op), op._overloadname
+    if name in ("_to_copy", "clone"):
+        return partial(result.copy_, args[0])
+    packet = op.overloadpacket
+    nn: Any = vars(torch._C)["_nn"]  # torch's stubs lack the module
+    names = [(torch, name), (nn, name), (packet, f"{overload}_out"), (packet, "out")]
+    for function in (getattr(owner, attribute, None) for owner, attribute in names):
+        if function is None:
+            continue
+        outs = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in _tensors(result)]
+        try:
+            function(*args, **kwargs, out=outs[0] if isinstance(result, Tensor) else tuple(outs))
+        except (TypeError, RuntimeError):  # it has no such argument
+            continue
+        if all(map(torch.equal, outs, _tensors(result))):
+            return partial(function, *args, **kwargs, out=result)
+
+    def copied() -> None:
+        for old, new in zip(_as_tuple(result), _as_tuple(op(*args, **kwargs)), strict=True):
+            old.copy_(new)
+
+    return copied
