@@ -18,8 +18,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple
@@ -218,7 +218,9 @@ def make_app(llm: LLM, name: str) -> Starlette:
                 if await request.is_disconnected():
                     return []
             return work.result()
-        finally:  # also if this task is cancelled, because the server stops
+        except asyncio.CancelledError:
+            raise RequestFailed("the server was stopped") from None
+        finally:
             gone.set()
 
     async def answer(request: Request) -> Response:
@@ -278,13 +280,24 @@ def main() -> None:
         ):
             app = make_app(llm, args.name or args.model or llm.directory.name)
             host, port = place.getsockname()[:2]
+            place.listen()  # clients that read the address wait for uvicorn
             say(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/v1 until Ctrl-C")
-            settings = uvicorn.Config(app, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
+            settings = uvicorn.Config(stoppable(app), lifespan="off", timeout_graceful_shutdown=SHUTDOWN_SECONDS)
             uvicorn.Server(settings).run(sockets=[place])
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except KeyboardInterrupt:
         parser.exit(128 + signal.SIGINT)
+
+
+def stoppable(app: Starlette) -> Callable[..., Awaitable[None]]:
+    """The app, whose tasks end without an exception when the server stops: uvicorn prints a traceback of any."""
+
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        with suppress(asyncio.CancelledError):
+            await app(scope, receive, send)
+
+    return call
 
 
 def listening(host: str, port: int) -> socket.socket:

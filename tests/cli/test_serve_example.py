@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -258,6 +261,31 @@ def test_another_path(client):
     with pytest.raises(HTTPError) as error:
         urlopen(f"{client.base_url}engines")
     assert (error.value.code, json.load(error.value)["error"]["message"]) == (404, "GET /v1/engines: Not Found")
+
+
+def test_interrupted(llm):
+    """Twice, while requests run, of which one streams: no traceback."""
+    words = [sys.executable, SCRIPTS / "serve_example.py", "--model", llm.directory, "--device", "cpu", "--port", "0"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    with process, process.stderr as log, ThreadPoolExecutor() as threads:
+        try:
+            address = next(found[0] for line in log if (found := re.search(r"http://\S+(?= until)", line)))
+            body = json.dumps({"prompt": "hi", "max_tokens": 2900, "ignore_eos": True, "stream": False})
+            single = threads.submit(urlopen, f"{address}/completions", body.encode())
+            streamed = urlopen(f"{address}/completions", body.replace("false", "true").encode())
+            assert streamed.readline().startswith(b"data: {")
+            process.send_signal(signal.SIGINT)
+            shown = [next(line for line in log if "Waiting for connections" in line)]
+            process.send_signal(signal.SIGINT)
+            shown += log
+        except BaseException:
+            process.kill()
+            raise
+        streamed.close()
+        assert isinstance(single.exception(), OSError)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in "".join(shown)
 
 
 @pytest.mark.parametrize(("host", "message"), [("127.0.0.1", "in use"), ("192.0.2.1", "192.0.2.1"), ("x" * 70, "xxx")])
