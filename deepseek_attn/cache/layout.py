@@ -62,6 +62,11 @@ def entry_pages(spec: AnySpec) -> EntryPages:
     return EntryPages(ratio_group(spec.ratio), entries_per_page(spec.ratio))
 
 
+def divides_blocks(ratio: int) -> bool:
+    """Whether blocks of `CacheLayout.snapshot_block` are a multiple of this compress ratio."""
+    return ratio.bit_count() == 1
+
+
 def state_rows(spec: LayerSpec, max_rollback: int) -> int:
     """Rows of a compressor's ring: the open window, the one before it if windows overlap, and the rollback."""
     return spec.coff * spec.ratio + max_rollback
@@ -85,7 +90,8 @@ class PoolSpec:
         entries: rows per page.
         record: how a row is stored; None for state pools.
         width: float32 values per state row; 0 for pools with a record.
-        carry: number of state rows that a snapshot keeps: one window's if windows overlap, else 0.
+        carry: number of state rows that a snapshot keeps: one window's if windows overlap, and one window's more if
+            it may be taken inside a window (`divides_blocks`).
     """
 
     layer: str
@@ -131,8 +137,12 @@ class CacheLayout:
 
     @property
     def snapshot_block(self) -> int:
-        """A snapshot is taken at a multiple of this many tokens: no window page is part full, no window is open."""
-        return math.lcm(WINDOW_PAGE, *self.ratios)
+        """A snapshot is taken at a multiple of this many tokens: no page of the window is part full.
+
+        Compression windows of a power of two are not open there either. Others may be, and snapshots keep their rows: a
+        common multiple of ratios such as 3, 5 and 7 would be longer than most prompts.
+        """
+        return math.lcm(WINDOW_PAGE, *filter(divides_blocks, self.ratios))
 
     @property
     def keeps_all_tokens(self) -> bool:
@@ -281,7 +291,8 @@ def _window_and_entry_pools(
         if not spec.owns_entries:
             continue
         group, entries = entry_pages(spec)
-        rows, width, carry = state_rows(spec, max_rollback), 2 * spec.coff, (spec.coff - 1) * spec.ratio
+        rows, width = state_rows(spec, max_rollback), 2 * spec.coff
+        carry = (spec.coff - divides_blocks(spec.ratio)) * spec.ratio
         yield PoolSpec(spec.name, "compressed", group, entries, entry_record)
         if spec.compresses:
             yield PoolSpec(spec.name, "state", STATE, rows, width=width * config.head_dim, carry=carry)

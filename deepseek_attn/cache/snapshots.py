@@ -1,9 +1,10 @@
 """Snapshots: the cache contents that a later sequence needs to continue from a prefix.
 
-A snapshot is taken at a multiple of ``layout.snapshot_block`` tokens, which every ratio and the window's page divide.
-No compression window is open there. Kept are: of the state ring, the last ``ratio`` rows where windows overlap (in
-`Pool.carried`); of the sliding window, the pages with its last ``window - 1`` tokens. Compressed
-entries, index keys and latent rows are shared by reference count, as between forks.
+A snapshot is taken at a multiple of ``layout.snapshot_block`` tokens, which the window's page divides. Kept are:
+- of the state ring (in `Pool.carried`), the rows of the compression window that is open there, if the ratio does not
+  divide the block; where windows overlap, also the rows of the window before it;
+- of the sliding window, the pages with its last ``window - 1`` tokens.
+Compressed entries, index keys and latent rows are shared by reference count, as between forks.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from math import prod
 
 import torch
 
-from deepseek_attn.cache.layout import CacheLayout, PoolSpec
+from deepseek_attn.cache.layout import CacheLayout, PoolSpec, divides_blocks
 from deepseek_attn.checkpoint.published import canonical_names, published_tensors
 from deepseek_attn.checkpoint.recipes import ROWS, Recipe
 from deepseek_attn.config.model import AnyConfig, AnySpec
@@ -439,8 +439,9 @@ def pool_bytes(
     ratio = entry_ratio(layout, pool.layer)
     if pool.record is None:
         row, opened, closed = pool.width * 4, shape.before // ratio * ratio, shape.context // ratio * ratio
-        read = min(shape.before, shape.before - opened + pool.carry) if closed > shape.before else 0
-        kept = min(shape.tokens, shape.context - closed + pool.carry)
+        overlap = pool.carry - (0 if divides_blocks(ratio) else ratio)
+        read = min(shape.before, shape.before - opened + overlap) if closed > shape.before else 0
+        kept = min(shape.tokens, shape.context - closed + overlap)
         return {"compressor state": shape.batch * (read + kept) * row}
     entry = pool.record.entry_bytes
     if pool.kind == "window":

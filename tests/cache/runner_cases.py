@@ -20,8 +20,9 @@ def runner_of(family: str, numerics: str = "exact", seed: int = 0, **options) ->
     if family in ("v32", "v41"):
         config = ModelConfig.from_preset(f"tiny_{family}")
     else:
-        ratios = {"mixed": (0, 4, 128, 16), "overlap": (4,), "window": (0, 0)}[family]
-        config = small_config(list(ratios), mtp=1)
+        ratios = {"mixed": (0, 4, 128, 16), "overlap": (4,), "window": (0, 0), "odd": (3, 5, 7)}[family]
+        overlap = {"compress_overlap": {"3": True}} if family == "odd" else {}
+        config = small_config(list(ratios), mtp=1, **overlap)
     return small_runner(
         config, RandomSource(config, seed), numerics=numerics,
         **{"max_snapshots": 6, "max_num_seqs": 4, "max_model_len": 640} | options,

@@ -14,7 +14,9 @@ from tests.cache.runner_cases import compute, poison_free_pages, runner_of
 from tests.support.small_models import prompt
 from tests.support.tiers import exhaustive_on_cpu, tiered
 
-CASES = [(family, "exact", blocks) for family in ("mixed", "overlap", "window", "v32", "v41") for blocks in (1, 3)]
+CASES = [
+    (family, "exact", blocks) for family in ("mixed", "overlap", "window", "odd", "v32", "v41") for blocks in (1, 3)
+]
 CASES += [
     ("mixed", "official", 3),
     ("mixed", "serving", 1),
@@ -23,7 +25,7 @@ CASES += [
     ("window", "serving", 1),
 ]
 CASES += [("v32", "official", 1), ("v41", "official", 3)]
-QUICK = [("mixed", "serving", 1)]
+QUICK = [("mixed", "serving", 1), ("odd", "exact", 1)]
 
 
 @exhaustive_on_cpu
@@ -63,6 +65,15 @@ def test_going_on_from_a_snapshot(family, blocks, numerics, past):
     assert runner.manager.available_pages() == before
     for pool in runner.pools:
         pool.tensor.zero_()
+
+
+def test_ratios_without_a_common_multiple():
+    """Blocks stay short; the rows of windows that are open at their edges are kept."""
+    runner = runner_of("odd")
+    assert runner.layout.snapshot_block == 64
+    carried = {(pool.spec.layer, pool.spec.carry) for pool in runner.pools if pool.spec.kind == "state"}
+    assert carried == {("layers.0", 6), ("layers.1", 5), ("layers.2", 7)}
+    assert {pool.spec.carry for pool in runner_of("mixed").pools} == {0, 4}
 
 
 def test_a_snapshot_holds_the_window_tail_and_no_state_page():

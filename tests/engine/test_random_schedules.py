@@ -28,7 +28,7 @@ LOGPROB = 1e-3  # largest error of a log-probability; 2e-5 is seen
 def random_config(seed: int) -> ModelConfig:
     """Two layers with any overlap and indexer, an MTP layer, odd numbers of heads, and any window.
 
-    Of even seeds ratios are powers of two, so that 64 tokens are a block of the prefix cache; of odd ones they are odd.
+    Of even seeds ratios are powers of two; of odd ones they are odd, so that windows are open where prefixes are kept.
     """
     draw = random.Random(seed)
     odd = [draw.choice([0, 3, 5, 7]), draw.choice([3, 5, 7])]
@@ -62,7 +62,7 @@ def test_texts_equal_brute_force(seed):
             advance(engine, draw)
     while engine.has_unfinished:
         advance(engine, draw)
-    assert (engine.stats.cached_tokens > 0) == (seed % 2 == 0)
+    assert engine.stats.cached_tokens > 0
     assert engine.stats.drafted > 0
     assert sum(request.preemptions for request in requests) > 2
     checked, oracle = 0, DenseOracle(config, source)
