@@ -127,7 +127,7 @@ def train(
     """
     with deterministic_ops(deterministic, pick_device(device)):
         stepping = train_stepwise(
-            config, task, steps=steps, batch=batch, seq_len=seq_len, seed=seed, device=device, lr=lr,
+            config, task, steps=steps, batch=batch, seq_len=seq_len, seeds=[seed], device=device, lr=lr,
             weight_decay=weight_decay, budget_s=budget_s, dense_share=dense_share, test_batches=test_batches, mtp=mtp,
             progress=progress, state=state, selection=selection, curriculum=curriculum, stop=stop,
         )  # fmt: skip
@@ -135,7 +135,7 @@ def train(
             try:
                 next(stepping)
             except StopIteration as end:
-                return end.value
+                return end.value[0]
 
 
 def train_stepwise(
@@ -145,7 +145,7 @@ def train_stepwise(
     steps: int,
     batch: int,
     seq_len: int,
-    seed: int,
+    seeds: Sequence[int],
     device: torch.device | str | None,
     lr: float,
     weight_decay: float = 0.1,
@@ -159,41 +159,52 @@ def train_stepwise(
     curriculum: float = 0.0,
     stop: Callable[[], bool] | None = None,
     windows: Mapping[int, int] | None = None,
-) -> Generator[None, None, TrainResult]:
-    """`train`, step by step, so that one process can train several models in turn; returns its result.
+) -> Generator[None, None, list[TrainResult]]:
+    """`train`, step by step, so that one process can train several models in turn; returns the result of each seed.
 
     On a GPU everything runs on the stream that is current in each `next`: give each training a stream of its own.
 
     Args:
+        seeds: several are trained together (`SeedsStep`), without an MTP layer. Each seed's weights and batches are
+            those that it has alone; sums are rounded otherwise, so that its result depends on the seeds beside it.
         windows: sliding windows of layers that have another than the config's.
     """
     drafter = (mtp or MtpTraining()).filled(steps, lr, weight_decay)
     check(config, steps, batch, seq_len, lr, weight_decay, budget_s, drafter, dense_share)
     check_task(config, task, seq_len)
+    several = len(seeds) > 1
+    if several and config.mtp_layers:
+        raise ValueError("seeds are trained together without an MTP layer: set num_nextn_predict_layers to 0")
     if config.mtp_layers:
         budget_s = budget_s * steps / (steps + drafter.steps) if budget_s else None
-    dense = fresh_model(config, seed, pick_device(device), selection, windows)
-    model = dense.model
-    step = BackboneStep(dense, batch, seq_len, weight_decay)
+    members = [fresh_model(config, seed, pick_device(device), selection, windows) for seed in seeds]
+    together = SeedsStep(members, batch, seq_len, weight_decay) if several else None
+    step = together or BackboneStep(members[0], batch, seq_len, weight_decay)
 
     def run(done: int, share: float, rate: float) -> torch.Tensor:
         step.set_stage(served=share >= dense_share)
         hardness = difficulty(share, curriculum)
-        return step.run(task.batch(batch, seq_len, generator_of(seed, done), difficulty=hardness), rate)
+        drawn = [task.batch(batch, seq_len, generator_of(seed, done), difficulty=hardness) for seed in seeds]
+        return step.run(Batch(*map(torch.stack, zip(*drawn, strict=True))) if several else drawn[0], rate)
 
     trained = yield from run_steps(run, steps, lr, budget_s, progress, kept(state, "backbone", step), stop)
-    losses = [(number, loss) for number, loss, *_ in trained.losses]
+    if together is not None:
+        together.write_models()
     drafts = None
     if config.mtp_layers:
         later = None if progress is None else lambda done, loss: progress(trained.done + done, loss)
         budget_s = budget_s * drafter.steps / steps if budget_s else None
-        drafts = yield from train_mtp(dense, task, drafter, batch, seq_len, seed=seed, budget_s=budget_s,
+        drafts = yield from train_mtp(members[0], task, drafter, batch, seq_len, seed=seeds[0], budget_s=budget_s,
                                       progress=later, state=state, stop=stop)  # fmt: skip
-    metrics = {}
-    if test_batches:
-        metrics = evaluate(dense, config, task, test_batches, batch, seq_len, depth=drafter.depth)
-    speed = trained.done * batch * seq_len / trained.seconds
-    return TrainResult(config, model, losses, metrics, trained.done, trained.seconds, speed, drafts, dense)
+    speed = trained.done * batch * seq_len * len(seeds) / trained.seconds
+    found = []
+    for number, member in enumerate(members):
+        losses, metrics = [(row[0], row[1 + number]) for row in trained.losses], {}
+        if test_batches:
+            metrics = evaluate(member, config, task, test_batches, batch, seq_len, depth=drafter.depth)
+        sizes = trained.done, trained.seconds, speed
+        found.append(TrainResult(config, member.model, losses, metrics, *sizes, drafts, member))
+    return found
 
 
 def fresh_model(
@@ -209,53 +220,6 @@ def fresh_model(
 def difficulty(share: float, curriculum: float) -> float:
     """`Task.batch`'s difficulty after ``share`` of a training; see ``curriculum`` of `train`."""
     return max(min(1.0, share / curriculum), 1e-3) if curriculum else 1.0
-
-
-def train_seeds_stepwise(
-    config: TrainableConfig,
-    task: Task,
-    *,
-    steps: int,
-    batch: int,
-    seq_len: int,
-    seeds: Sequence[int],
-    device: torch.device | str | None,
-    lr: float,
-    weight_decay: float = 0.1,
-    dense_share: float = DENSE_SHARE,
-    progress: Callable[[int, float], None] | None = None,
-    state: TrainingState | None = None,
-    selection: str = "learned",
-    curriculum: float = 0.0,
-    stop: Callable[[], bool] | None = None,
-    windows: Mapping[int, int] | None = None,
-) -> Generator[None, None, list[TrainResult]]:
-    """`train_stepwise` of a model without an MTP layer for several ``seeds`` together, see `SeedsStep`.
-
-    Each seed's weights and batches are those that it has alone; sums are rounded otherwise, so that its result depends
-    on the seeds beside it. Returns the results in the order of ``seeds``; they are not evaluated.
-    """
-    check(config, steps, batch, seq_len, lr, weight_decay, dense_share=dense_share)
-    check_task(config, task, seq_len)
-    if config.mtp_layers:
-        raise ValueError("seeds are trained together without an MTP layer: set num_nextn_predict_layers to 0")
-    members = [fresh_model(config, seed, pick_device(device), selection, windows) for seed in seeds]
-    step = SeedsStep(members, batch, seq_len, weight_decay)
-
-    def run(done: int, share: float, rate: float) -> torch.Tensor:
-        step.set_stage(served=share >= dense_share)
-        hardness = difficulty(share, curriculum)
-        drawn = [task.batch(batch, seq_len, generator_of(seed, done), difficulty=hardness) for seed in seeds]
-        return step.run(Batch(*(torch.stack(parts) for parts in zip(*drawn, strict=True))), rate)
-
-    trained = yield from run_steps(run, steps, lr, None, progress, kept(state, "backbone", step), stop)
-    step.write_models()
-    speed = trained.done * batch * seq_len * len(seeds) / trained.seconds
-    return [
-        TrainResult(config, member.model, [(row[0], row[1 + number]) for row in trained.losses], {}, trained.done,
-                    trained.seconds, speed, None, member)
-        for number, member in enumerate(members)
-    ]  # fmt: skip
 
 
 def train_mtp(

@@ -9,7 +9,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.lab.experiments.define.sizes import sized_model
 from deepseek_attn.lab.experiments.define.v41 import make_v41
 from deepseek_attn.lab.training import TrainResult, make_task
-from deepseek_attn.lab.training.loop import Paused, deterministic_ops, train_seeds_stepwise, train_stepwise
+from deepseek_attn.lab.training.loop import Paused, deterministic_ops, train_stepwise
 from deepseek_attn.lab.training.state import TrainingState
 from deepseek_attn.lab.training.step import TrainingStep
 from tests.support.small_models import small_config
@@ -39,11 +39,12 @@ def finish(stepping):
 
 
 def together(config, device="cpu", **options) -> list[TrainResult]:
-    return finish(train_seeds_stepwise(config, TASK, seeds=SEEDS, device=device, **OPTIONS, **options))
+    return finish(train_stepwise(config, TASK, seeds=SEEDS, device=device, test_batches=0, **OPTIONS, **options))
 
 
 def alone(config, seed: int, device="cpu", **options) -> TrainResult:
-    return finish(train_stepwise(config, TASK, seed=seed, device=device, test_batches=0, **OPTIONS, **options))
+    options = OPTIONS | options
+    return finish(train_stepwise(config, TASK, seeds=[seed], device=device, test_batches=0, **options))[0]
 
 
 @exhaustive_on_cpu

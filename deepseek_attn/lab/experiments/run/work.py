@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,6 @@ from deepseek_attn.lab.training.loop import (
     WORKSPACES,
     Paused,
     deterministic_ops,
-    train_seeds_stepwise,
     train_stepwise,
 )
 from deepseek_attn.lab.training.state import MADE_BY, TrainingState
@@ -182,13 +181,8 @@ class Lane:
             "windows": job.variant.windows(job.base), "state": self.state, "progress": self.note,
             "stop": None if work.until is None else lambda: time.monotonic() >= (work.until or 0.0),
         }  # fmt: skip
-        self.steps = self.train(job.variant.config(job.base), options)
-
-    def train(self, config: Any, options: dict[str, Any]) -> Generator[None, None, list[TrainResult]]:
-        if len(self.jobs) == 1:
-            return [(yield from train_stepwise(config, self.task, seed=self.job.seed, test_batches=0, **options))]
         seeds = [job.seed for job in self.jobs]
-        return (yield from train_seeds_stepwise(config, self.task, seeds=seeds, **options))
+        self.steps = train_stepwise(job.variant.config(job.base), task, seeds=seeds, test_batches=0, **options)
 
     def note(self, step: int, loss: float) -> None:
         self.part = 0.9 * step / self.job.setup.steps

@@ -99,11 +99,10 @@ def test_seeds_that_are_trained_together(tmp_path, units, whole, monkeypatch):
 
 
 def test_seeds_that_cannot_be_trained_together_are_trained_one_by_one(tmp_path, units, whole, monkeypatch, caplog):
-    def refuse(*args, **options):
+    def refuse(*args):
         raise RuntimeError("no rule for this operation")
-        yield
 
-    monkeypatch.setattr("deepseek_attn.lab.experiments.run.work.train_seeds_stepwise", refuse)
+    monkeypatch.setattr("deepseek_attn.lab.training.loop.SeedsStep", refuse)
     UnitWork(tmp_path, "cpu", 1)(Group((units[0], units[3]), False, together=True), lambda part: None)
     assert "2 seeds of dense, 1 window layers are trained one by one: no rule" in caplog.text
     for unit in (units[0], units[3]):
