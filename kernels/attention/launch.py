@@ -36,7 +36,7 @@ from deepseek_attn.kernels.common.device import FLOATS, LOG2E, fp8_view, gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
-from deepseek_attn.kernels.common.rows import row_block
+from deepseek_attn.kernels.common.rows import check_rotation
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 V41_PAIR = {"fp8_v41", "fp4_v41"}  # the only records that one launch reads together
@@ -92,7 +92,7 @@ def attend_raw_q(
     check("q", q, by_head.shape, by_head.dtype, rows=True)
     rotated, q = q is not None, by_head if q is None else q
     pools, dim, record = _checked_pools(q, keys, sink), q.shape[2], keys[0].record
-    row_block(dim, raw_q.cos_sin)
+    check_rotation(dim, raw_q.cos_sin)
     if record.name != "fp8_v4" or rope != record.rope_dim or dim % 128 or H % groups or raw_q.padded_heads != H:
         raise ValueError(
             f"{H} projected heads of {dim} channels, {rope} of them rotated, padded to {raw_q.padded_heads}, in "

@@ -91,15 +91,27 @@ def rotated_back(first, second, cos, sin, DTYPE: tl.constexpr):
     return round_to(real, DTYPE), round_to(imaginary, DTYPE)
 
 
+@triton.constexpr_function
+def row_block(channels):
+    """Tile of a row of so many channels: a power of two, at least 64."""
+    return max(64, triton.next_power_of_2(channels))
+
+
+@triton.constexpr_function
+def _log2(n):
+    """Of a power of two."""
+    return n.bit_length() - 1
+
+
 @triton.jit
-def hadamard_rows(y, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr):
-    """``y @ H * BLOCK**-0.5`` for ``BLOCK = 2**STAGES`` channels, summed as `kernels.common.quant.hadamard` does.
+def hadamard_rows(y, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """``y @ H * BLOCK**-0.5`` for a power of two of channels, summed as `kernels.common.quant.hadamard` does.
 
     A stage adds and subtracts neighbours and puts sums before differences: the lowest bit of the channel becomes the
     highest, so that after all stages every channel is back in its place.
     """
     R: tl.constexpr = y.shape[0]
-    for _ in tl.static_range(STAGES):
+    for _ in tl.static_range(_log2(BLOCK)):
         # join puts sum and difference side by side, permute the sums before the differences
         a, b = tl.split(tl.reshape(y, (R, BLOCK // 2, 2)))
         y = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (R, BLOCK))
@@ -108,11 +120,12 @@ def hadamard_rows(y, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.conste
 
 @dataclass(frozen=True)
 class EntryFormat:
-    """Constants of a pool that `store_rows` writes.
+    """Constants of rows that are rotated and stored in a pool.
 
     Attributes:
         N: entries of a page; D: channels of an entry; NOPE: quantised channels of fp8_v4 and fp8_v41.
         RECORD: the record's place in `RECORDS`; PLAIN: dtype of plain records.
+        ROPE: rotated channels; HADAMARD: rows are multiplied by a Hadamard matrix after the rotation.
     """
 
     N: int
@@ -120,6 +133,8 @@ class EntryFormat:
     NOPE: int
     RECORD: int
     PLAIN: Any
+    ROPE: int
+    HADAMARD: bool
 
 
 @triton.jit

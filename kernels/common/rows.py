@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import fp8_view
-from deepseek_attn.kernels.common.plans import next_power_of_2
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.row_ops_triton import Fp8Rows
 
@@ -19,27 +18,17 @@ def fp8_rows(buffers: QuantizedRows | None) -> Fp8Rows | None:
     return Fp8Rows(fp8_view(values), values.stride(0), scale, scale.stride(1))
 
 
-def hadamard_stages(dim: int, hadamard: bool) -> int:
-    """Stages of the Hadamard product of ``dim`` channels, 0 without one.
-
-    Raises:
-        ValueError: the channels are not a power of two.
-    """
-    if hadamard and dim & (dim - 1):
+def check_hadamard(dim: int) -> None:
+    """Raises ValueError unless there is a Hadamard matrix for ``dim`` channels."""
+    if dim & (dim - 1):
         raise ValueError(f"a Hadamard matrix needs a power of two of channels, got {dim}")
-    return dim.bit_length() - 1 if hadamard else 0
 
 
-def row_block(dim: int, cos_sin: Tensor) -> int:
-    """Tile width for rows of ``dim`` channels; checks that pairs can be rotated.
-
-    Raises:
-        ValueError: an odd number of channels, or more rotated ones than there are.
-    """
+def check_rotation(dim: int, cos_sin: Tensor) -> None:
+    """Raises ValueError unless pairs of a row's ``dim`` channels can be rotated by a table."""
     rope = cos_sin.shape[1]
     if dim % 2 or rope % 2 or rope > dim or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
         raise ValueError(
             f"rows of {dim} channels with {rope} rotated ones: both must be even, and cos_sin a contiguous float32 "
             f"table [positions, rotated channels], got {cos_sin.dtype} {tuple(cos_sin.shape)}"
         )
-    return max(64, next_power_of_2(dim))

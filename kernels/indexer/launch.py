@@ -128,15 +128,7 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> SharedLaunch:
         len(cos_sin), q.stride(0), weights.stride(0),
     )  # fmt: skip
     shape = IndexQueryShape(
-        HEADS=H,
-        DIM=dim,
-        ROPE=cos_sin.shape[1],
-        HALF_SPLIT=rows.half_split,
-        HADAMARD=rows.hadamard,
-        STAGES=dim.bit_length() - 1,
-        KEY_FORMAT=fmt,
-        NATIVE_FP8=plan.native_fp8,
-        BLOCK_H=plan.config.size,
+        H, dim, cos_sin.shape[1], rows.half_split, rows.hadamard, fmt, plan.native_fp8, plan.config.size
     )
     grid = T, cdiv(H, shape.BLOCK_H)
     return SharedLaunch(plan, args, shape, IndexQueries(out, out_weights, rows.score_dtype), grid)

@@ -44,7 +44,7 @@ class IndexQueryShape:
 
     Attributes:
         HEADS, DIM, ROPE: heads of a token, channels of a head, rotated channels.
-        HALF_SPLIT, HADAMARD, KEY_FORMAT: as in `IndexQueryRows`; STAGES: of the Hadamard product, ``log2(DIM)``.
+        HALF_SPLIT, HADAMARD, KEY_FORMAT: as in `IndexQueryRows`.
         NATIVE_FP8: the GPU converts to e4m3 itself.
         BLOCK_H: heads of one program.
     """
@@ -54,7 +54,6 @@ class IndexQueryShape:
     ROPE: int
     HALF_SPLIT: bool
     HADAMARD: bool
-    STAGES: int
     KEY_FORMAT: str
     NATIVE_FP8: bool
     BLOCK_H: int
@@ -95,7 +94,7 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
         sin = tl.load(table + ROPE // 2 + pair, mask=pair >= 0, other=0.0)[None, :]
         x = rotated_rows(x, (cos, sin), DIM, ROPE, dtype)
     if SHAPE.HADAMARD:
-        x = hadamard_rows(x, DIM, SHAPE.STAGES, dtype)
+        x = hadamard_rows(x, DIM, dtype)
     weights = (
         tl.load(args.weights + t * args.weights_stride + head, mask=head < HEADS, other=0.0).to(tl.float32) * args.scale
     )

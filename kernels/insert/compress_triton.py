@@ -23,12 +23,14 @@ from deepseek_attn.kernels.common.row_ops_triton import (
     pdl_begin,
     rotated_rows,
     round_to,
+    row_block,
     row_cos_sin,
     row_weight,
     store_rows,
 )
 from deepseek_attn.kernels.common.triton_types import LOG2E
 from deepseek_attn.kernels.insert.norm_rope_triton import insert_key, norm_query_latent
+from deepseek_attn.kernels.insert.plan import PoolTiles
 
 
 class PartArguments(NamedTuple):
@@ -104,18 +106,12 @@ class PartShape:
     """Constants of one compressor.
 
     Attributes:
-        D: channels of an entry; BLOCK: tile of them, a power of two.
-        ROPE: rotated channels; STAGES: of the Hadamard transform, 0 for none; DTYPE: to which an entry is rounded.
-        ENTRY: of the pool.
+        ENTRY: of the pool; DTYPE: to which an entry is rounded.
         ITEMS: work items of a group of windows, or of the channels of one window.
     """
 
-    D: int
-    BLOCK: int
-    ROPE: int
-    STAGES: int
-    DTYPE: Any
     ENTRY: EntryFormat
+    DTYPE: Any
     ITEMS: int
 
 
@@ -125,7 +121,7 @@ class PoolingConfig:
 
     Attributes:
         RATIO: tokens per window; POOLED: tokens that an entry pools; ROWS: of a ring.
-        LANES, READS, CHANNELS: see `plan.PoolTiles`; CHUNKS: blocks of ``CHANNELS`` that a work item pools at most.
+        TILES: the plan's; a work item pools at most ``TILES.chunks`` blocks of ``TILES.channels``.
         GROUP: consecutive windows of a request that form one group; ITEMS: of a group, over all compressors.
         REUSES_RING: a token of the step may overwrite the ring row of a token that a window of the step pools.
         REQUESTS: a power of two, at least the number of requests.
@@ -135,10 +131,7 @@ class PoolingConfig:
     RATIO: int
     POOLED: int
     ROWS: int
-    LANES: int
-    READS: int
-    CHANNELS: int
-    CHUNKS: int
+    TILES: PoolTiles
     GROUP: int
     ITEMS: int
     REUSES_RING: bool
@@ -159,8 +152,8 @@ def _store_ring_row(t, compressor, parts, batch, PARTS: tl.constexpr, CONFIG: tl
     for p in tl.static_range(len(PARTS)):
         if compressor == p:
             part = parts[p]
-            W: tl.constexpr = CONFIG.POOLED // CONFIG.RATIO * PARTS[p].D
-            BLOCK: tl.constexpr = PARTS[p].BLOCK
+            W: tl.constexpr = CONFIG.POOLED // CONFIG.RATIO * PARTS[p].ENTRY.D
+            BLOCK: tl.constexpr = row_block(PARTS[p].ENTRY.D)
             for first in tl.static_range(0, W, BLOCK):
                 column = first + tl.arange(0, BLOCK)
                 inside = column < W
@@ -178,7 +171,7 @@ def _store_ring_row(t, compressor, parts, batch, PARTS: tl.constexpr, CONFIG: tl
                     length = prefix + end - start
                     # the position that the row still holds
                     old_pos = pos - tl.cdiv(pos - prefix + 1, CONFIG.ROWS) * CONFIG.ROWS
-                    older = column < W - PARTS[p].D
+                    older = column < W - PARTS[p].ENTRY.D
                     closing = (tl.maximum(old_pos, 0) // CONFIG.RATIO + tl.where(older, 2, 1)) * CONFIG.RATIO
                     # stored here unless a window that closes in this step still reads the old token
                     inside &= (old_pos < 0) | (closing <= prefix) | (closing > length)
@@ -210,7 +203,7 @@ def _weighted_sums(rows, lane, part, channel, D: tl.constexpr, CONFIG: tl.conste
     Returns:
         The largest score, the sum of the weights relative to it, and the weighted sum of the values.
     """
-    READS: tl.constexpr = CONFIG.READS
+    READS: tl.constexpr = CONFIG.TILES.reads
     W: tl.constexpr = CONFIG.POOLED // CONFIG.RATIO * D
     N: tl.constexpr = lane.shape[0]
     C: tl.constexpr = channel.shape[0]
@@ -218,13 +211,13 @@ def _weighted_sums(rows, lane, part, channel, D: tl.constexpr, CONFIG: tl.conste
     peak = tl.full((N, C), float("-inf"), tl.float32)
     total = tl.zeros((N, C), tl.float32)
     acc = tl.zeros((N, C), tl.float32)
-    for first in range(0, CONFIG.POOLED, READS * CONFIG.LANES):
+    for first in range(0, CONFIG.POOLED, READS * CONFIG.TILES.lanes):
         # READS tokens of each lane, LANES apart
         values = ()
         scores = ()
         # all loads are issued before the first result is needed: no branches in between
         for i in tl.static_range(READS):
-            offset = first + i * CONFIG.LANES + lane
+            offset = first + i * CONFIG.TILES.lanes + lane
             new = offset >= rows.first_new
             mask = ((offset >= rows.first_existing) & (offset < CONFIG.POOLED))[:, None] & (column < D)
             older = offset < CONFIG.POOLED - CONFIG.RATIO
@@ -269,7 +262,7 @@ def _overwrite_ring_rows(rows, t, following, lane, part, batch, channel, D: tl.c
     W: tl.constexpr = CONFIG.POOLED // CONFIG.RATIO * D
     column = channel[None, :]
     tl.debug_barrier()  # wait until all threads of the program have read the rows
-    for first in range(0, CONFIG.POOLED, CONFIG.LANES):
+    for first in range(0, CONFIG.POOLED, CONFIG.TILES.lanes):
         offset = first + lane
         later = (following - offset) // CONFIG.ROWS * CONFIG.ROWS  # the last token to have the same row of the ring
         reused = (offset >= rows.first_existing) & (offset < rows.first_new) & (offset < CONFIG.POOLED) & (later > 0)
@@ -293,14 +286,13 @@ def _overwrite_ring_rows(rows, t, following, lane, part, batch, channel, D: tl.c
 @triton.jit
 def _store_entry(pooled, slot, weight, freqs_cis, part, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """Norm, rotation at the window's first position, Hadamard transform if there is one, and the write to the pool."""
-    D: tl.constexpr = SHAPE.D
-    BLOCK: tl.constexpr = SHAPE.BLOCK
     DTYPE: tl.constexpr = SHAPE.DTYPE
     ENTRY: tl.constexpr = SHAPE.ENTRY
+    D: tl.constexpr = ENTRY.D
     y = normed_rows(round_to(pooled, DTYPE), weight, part.eps, D, DTYPE)
-    y = rotated_rows(y, freqs_cis, D, SHAPE.ROPE, DTYPE)
-    if SHAPE.STAGES:
-        y = hadamard_rows(y, BLOCK, SHAPE.STAGES, DTYPE)
+    y = rotated_rows(y, freqs_cis, D, ENTRY.ROPE, DTYPE)
+    if ENTRY.HADAMARD:
+        y = hadamard_rows(y, y.shape[1], DTYPE)
     store_rows(y, slot, part.pool, part.page_stride, ENTRY, NATIVE_FP8)
 
 
@@ -323,29 +315,29 @@ def _pool(e, item, chunks, group, parts, batch, scratch, P: tl.constexpr, PARTS:
     """
     part = parts[P]
     SHAPE: tl.constexpr = PARTS[P]  # Triton 3.6 does not pass an element of a constexpr tuple as a constexpr
-    D: tl.constexpr = SHAPE.D
-    BLOCK: tl.constexpr = SHAPE.BLOCK
+    D: tl.constexpr = SHAPE.ENTRY.D
+    BLOCK: tl.constexpr = row_block(D)
     RATIO: tl.constexpr = CONFIG.RATIO
-    N: tl.constexpr = CONFIG.GROUP // SHAPE.ITEMS if CONFIG.LANES == 1 else 1
+    N: tl.constexpr = CONFIG.GROUP // SHAPE.ITEMS if CONFIG.TILES.lanes == 1 else 1
     request, nth, ring = group
     prefix = tl.load(batch.prefix_lens + request)
     start = tl.load(batch.query_start_loc + request)
     end = tl.load(batch.query_start_loc + request + 1)
     # the windows of this item, counted from the request's first one to close; pos and t: their last tokens
     nth = nth * CONFIG.GROUP + tl.arange(0, N)
-    if CONFIG.LANES == 1:
+    if CONFIG.TILES.lanes == 1:
         nth += item * N
     pos = (prefix // RATIO + nth + 1) * RATIO - 1
     t = start + pos - prefix
     slot = tl.load(batch.slots + t, mask=t < end, other=-1).to(tl.int64)
     # issued before the rows are loaded, these loads add no time
     weight = row_weight(part.norm_weight, D, BLOCK)
-    freqs_cis = row_cos_sin(pos // RATIO * RATIO, part.cos_sin, part.max_positions, D, SHAPE.ROPE, BLOCK)
+    freqs_cis = row_cos_sin(pos // RATIO * RATIO, part.cos_sin, part.max_positions, D, SHAPE.ENTRY.ROPE, BLOCK)
     rows = _window_rows(t < end, pos, t, prefix, ring, part, CONFIG)
     whole = tl.arange(0, BLOCK)
     first = t - (CONFIG.POOLED - 1)
     length = prefix + end - start
-    if CONFIG.LANES == 1:
+    if CONFIG.TILES.lanes == 1:
         # one program has all channels of its windows: it finishes their entries itself
         lane = tl.zeros((N,), tl.int32)
         _, total, acc = _weighted_sums(rows, lane, part, whole, D, CONFIG)
@@ -357,12 +349,12 @@ def _pool(e, item, chunks, group, parts, batch, scratch, P: tl.constexpr, PARTS:
         _store_entry(pooled, slot, weight, freqs_cis, part, SHAPE, CONFIG.NATIVE_FP8)
     else:
         # programs share the window: each pools some channels into scratch memory
-        lane = tl.arange(0, CONFIG.LANES)
+        lane = tl.arange(0, CONFIG.TILES.lanes)
         at = e * len(PARTS) + P
         row = scratch.pooled + at.to(tl.int64) * scratch.width
         chunk = item * chunks
         while chunk < tl.minimum(item * chunks + chunks, SHAPE.ITEMS):
-            channel = chunk * CONFIG.CHANNELS + tl.arange(0, CONFIG.CHANNELS)
+            channel = chunk * CONFIG.TILES.channels + tl.arange(0, CONFIG.TILES.channels)
             peak, total, acc = _weighted_sums(rows, lane, part, channel, D, CONFIG)
             if CONFIG.REUSES_RING and tl.max(rows.first_new, 0) > 0:
                 _overwrite_ring_rows(rows, first, length - 1 - pos + (CONFIG.POOLED - 1), lane, part, batch, channel, D,
@@ -395,8 +387,8 @@ def _pool_windows(program, pool_programs, requests, parts, batch, scratch, PARTS
     total = tl.sum(groups, 0)
     if total > 0:  # in most decode steps no window closes
         chunks = 1
-        if CONFIG.LANES > 1:  # with many windows, a work item pools several chunks of one
-            chunks = tl.minimum(tl.maximum(total * CONFIG.ITEMS // pool_programs, 1), CONFIG.CHUNKS)
+        if CONFIG.TILES.lanes > 1:  # with many windows, a work item pools several chunks of one
+            chunks = tl.minimum(tl.maximum(total * CONFIG.ITEMS // pool_programs, 1), CONFIG.TILES.chunks)
         items_per_group = 0
         for p in tl.static_range(len(PARTS)):
             items_per_group += tl.cdiv(PARTS[p].ITEMS, chunks)

@@ -6,20 +6,19 @@ The order of a row's sums does not depend on the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from deepseek_attn.kernels.common.fp8_triton import group_scales, quantize_e4m3, scaled
 from deepseek_attn.kernels.common.row_ops_triton import (
-    EntryFormat,
     hadamard_rows,
     normed_rows,
     pdl_begin,
     rotated_rows,
     round_to,
+    row_block,
     row_cos_sin,
     row_weight,
     store_rows,
@@ -27,42 +26,19 @@ from deepseek_attn.kernels.common.row_ops_triton import (
 from deepseek_attn.kernels.insert.norm_rope_triton import load_row, norm_query_latent
 
 
-class KeyLatentArguments(NamedTuple):
-    """Runtime arguments of `insert_key_latent`.
-
-    Attributes:
-        kv: ``[T, rank + rope]``, the key latent, then the rotary key; kv_weight: float32 ``[rank]``.
-        positions: int64 ``[T]``; cos_sin: float32 ``[max_positions, rope]``.
-        slots: int64 ``[T]``; eps: of the norm; pool: uint8 ``[pages, page bytes]``.
-    """
-
-    kv: Tensor
-    kv_stride: int
-    kv_weight: Tensor
-    positions: Tensor
-    cos_sin: Tensor
-    max_positions: int
-    slots: Tensor
-    eps: float
-    pool: Tensor
-    page_stride: int
-
-
 @dataclass(frozen=True)
 class KeyLatentShape:
     """Constants of `insert_key_latent`.
 
     Attributes:
-        LATENT, ROPE: channels of a key latent and of its rotary key; LATENT_BLOCK, ROPE_BLOCK: their tiles.
+        LATENT, ROPE: channels of a key latent and of its rotary key.
         N: entries of a page.
         FP8: entries are ``fp8_v32`` records; SCALE_POW2, SCALE_FLOOR: their scale rule, as in `group_scales`.
         PLAIN: dtype of other entries.
     """
 
     LATENT: int
-    LATENT_BLOCK: int
     ROPE: int
-    ROPE_BLOCK: int
     N: int
     FP8: bool
     SCALE_POW2: bool
@@ -70,56 +46,26 @@ class KeyLatentShape:
     PLAIN: Any
 
 
-class IndexKeyArguments(NamedTuple):
-    """Runtime arguments of `insert_index_key`.
-
-    Attributes:
-        k: ``[T, d]``; weight, bias: float32 ``[d]`` of its layer norm; eps: of that norm.
-        slots: int64 ``[T]``; pool: uint8 ``[pages, page bytes]``.
-    """
-
-    k: Tensor
-    k_stride: int
-    weight: Tensor
-    bias: Tensor
-    eps: float
-    slots: Tensor
-    pool: Tensor
-    page_stride: int
-
-
-@dataclass(frozen=True)
-class IndexKeyShape:
-    """Constants of `insert_index_key`.
-
-    Attributes:
-        D: channels of a key; BLOCK: its tile; STAGES: of the Hadamard product, ``log2(D)``, or 0 for none.
-        ENTRY: of the pool.
-    """
-
-    D: int
-    BLOCK: int
-    STAGES: int
-    ENTRY: EntryFormat
-
-
 @triton.jit
 def insert_key_latent(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Norm of the latent of token ``t``, rotation of its rotary key, and the cache write of both."""
+    """Norm of the latent of token ``t``, rotation of its rotary key, and the cache write of both.
+
+    A row of `KeyArguments` is the latent, then the rotary key.
+    """
     LATENT: tl.constexpr = SHAPE.LATENT
-    BLOCK: tl.constexpr = SHAPE.LATENT_BLOCK
+    BLOCK: tl.constexpr = max(128, triton.next_power_of_2(LATENT))
     ROPE: tl.constexpr = SHAPE.ROPE
-    ROPE_BLOCK: tl.constexpr = SHAPE.ROPE_BLOCK
-    DTYPE: tl.constexpr = rows.kv.dtype.element_ty
+    ROPE_BLOCK: tl.constexpr = row_block(ROPE)
+    DTYPE: tl.constexpr = rows.rows.dtype.element_ty
     PLAIN: tl.constexpr = SHAPE.PLAIN
     one = tl.arange(0, 1)
     # all loads are issued before the first result is needed
     position = tl.load(rows.positions + t + one)
     slot = tl.load(rows.slots + t + one).to(tl.int64)
-    row = rows.kv + t * rows.kv_stride
+    row = rows.rows + t * rows.stride
     x = load_row(row, LATENT, BLOCK)
     pe = load_row(row + LATENT, ROPE, ROPE_BLOCK)
-    weight = row_weight(rows.kv_weight, LATENT, BLOCK)
+    weight = row_weight(rows.weight, LATENT, BLOCK)
     freqs_cis = row_cos_sin(position, rows.cos_sin, rows.max_positions, ROPE, ROPE, ROPE_BLOCK)
     latent = normed_rows(x, weight, rows.eps, LATENT, DTYPE)
     pe = rotated_rows(pe, freqs_cis, ROPE, ROPE, DTYPE)
@@ -154,12 +100,15 @@ def insert_key_latent(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 
 @triton.jit
-def insert_index_key(t, rows, index, SHAPE: tl.constexpr, ROPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Layer norm, half-split rotation, Hadamard matrix and cache write of the index key of token ``t``."""
+def insert_index_key(t, index, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Layer norm, half-split rotation, Hadamard matrix and cache write of the index key of token ``t``.
+
+    The arguments are `KeyArguments` and `EntryFormat`.
+    """
     D: tl.constexpr = SHAPE.D
-    BLOCK: tl.constexpr = SHAPE.BLOCK
-    ENTRY: tl.constexpr = SHAPE.ENTRY
-    DTYPE: tl.constexpr = index.k.dtype.element_ty
+    ROPE: tl.constexpr = SHAPE.ROPE
+    BLOCK: tl.constexpr = triton.next_power_of_2(D)
+    DTYPE: tl.constexpr = index.rows.dtype.element_ty
     HALF: tl.constexpr = ROPE // 2
     one = tl.arange(0, 1)
     channel = tl.arange(0, BLOCK)
@@ -169,16 +118,16 @@ def insert_index_key(t, rows, index, SHAPE: tl.constexpr, ROPE: tl.constexpr, NA
     # another thread holds the partner channel of a RoPE pair: load and normalise it here once more
     partner = tl.where(second, channel - HALF, channel + HALF)
     # all loads are issued before the first result is needed
-    row = index.k + t * index.k_stride
+    row = index.rows + t * index.stride
     x = tl.load(row + channel, mask=inside, other=0).to(tl.float32)
     other = tl.load(row + partner, mask=rotary, other=0).to(tl.float32)
-    position = tl.load(rows.positions + t + one)
+    position = tl.load(index.positions + t + one)
     slot = tl.load(index.slots + t + one).to(tl.int64)
     weight, bias = row_weight(index.weight, D, BLOCK), row_weight(index.bias, D, BLOCK)
     other_weight = tl.load(index.weight + partner, mask=rotary, other=0)
     other_bias = tl.load(index.bias + partner, mask=rotary, other=0)
-    known = rotary & (position >= 0) & (position < rows.max_positions)
-    table = rows.cos_sin + position.to(tl.int64) * ROPE + channel % HALF
+    known = rotary & (position >= 0) & (position < index.max_positions)
+    table = index.cos_sin + position.to(tl.int64) * ROPE + channel % HALF
     cos = tl.load(table, mask=known, other=1)
     sin = tl.load(table + HALF, mask=known, other=0)
 
@@ -191,9 +140,9 @@ def insert_index_key(t, rows, index, SHAPE: tl.constexpr, ROPE: tl.constexpr, NA
     # the first channel of a pair becomes a cos - b sin, the second b cos + a sin
     rotated = y * cos + tl.where(second, other, -other) * sin
     y = round_to(tl.where(rotary, rotated, y), DTYPE)[None, :]
-    if SHAPE.STAGES > 0:
-        y = hadamard_rows(y, BLOCK, SHAPE.STAGES, DTYPE)
-    store_rows(y, slot, index.pool, index.page_stride, ENTRY, NATIVE_FP8)
+    if SHAPE.HADAMARD:
+        y = hadamard_rows(y, BLOCK, DTYPE)
+    store_rows(y, slot, index.pool, index.page_stride, SHAPE, NATIVE_FP8)
 
 
 @triton.jit
@@ -211,4 +160,4 @@ def insert_latents_kernel(
         norm_query_latent(t, query, QUERY_SHAPE, NATIVE_FP8)
     else:
         if INDEX_SHAPE is not None:
-            insert_index_key(t, rows, index, INDEX_SHAPE, SHAPE.ROPE, NATIVE_FP8)
+            insert_index_key(t, index, INDEX_SHAPE, NATIVE_FP8)

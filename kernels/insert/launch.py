@@ -24,7 +24,7 @@ from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, SharedLaunch, cdiv, next_power_of_2
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.row_ops_triton import RECORDS, EntryFormat
-from deepseek_attn.kernels.common.rows import fp8_rows, hadamard_stages, row_block
+from deepseek_attn.kernels.common.rows import check_hadamard, check_rotation, fp8_rows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.insert.compress_triton import (
     BatchArguments,
@@ -35,18 +35,11 @@ from deepseek_attn.kernels.insert.compress_triton import (
     compress_kernel,
     insert_tokens_kernel,
 )
-from deepseek_attn.kernels.insert.latents_triton import (
-    IndexKeyArguments,
-    IndexKeyShape,
-    KeyLatentArguments,
-    KeyLatentShape,
-    insert_latents_kernel,
-)
+from deepseek_attn.kernels.insert.latents_triton import KeyLatentShape, insert_latents_kernel
 from deepseek_attn.kernels.insert.norm_rope_triton import (
     HeadArguments,
     HeadShape,
     KeyArguments,
-    KeyShape,
     QueryLatentArguments,
     QueryLatentShape,
     norm_rope_insert_kernel,
@@ -70,8 +63,9 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
     count, kv = len(tokens.qr), tokens.kv
     query, query_shape = _query_latent(tokens)
     outs = LatentAndKey(query.out, torch.empty_like(kv, memory_format=torch.contiguous_format))
-    where = tokens.positions, tokens.cos_sin, tokens.cache
-    key, key_shape = _key("kv", kv, *where, tokens.kv_weight, outs.kv, tokens.eps)
+    key = _key_arguments("kv", kv, tokens.positions, tokens.cos_sin, tokens.cache, tokens.kv_weight, None, tokens.eps)
+    key = key._replace(out=outs.kv, out_stride=outs.kv.stride(0))
+    key_shape = _entry_format(*tokens.cache[:3], tokens.cos_sin)
     if count:
         plan = plan_insert(InsertProblem.of(count, True, compressors, batch), gpu(kv.device))
         rows, shapes = (key, query), {"SHAPE": key_shape, "QUERY_SHAPE": query_shape}
@@ -114,19 +108,9 @@ def _launch_windows(
     unused = Scratch(compressors[0].kv, batch.token_to_req, 0)  # by programs that pool all channels of a window
     scratch = empty_scratch(compressors, plan.groups, batch.positions.device) if tiles.lanes > 1 else unused
     config = PoolingConfig(
-        RATIO=batch.ratio,
-        POOLED=batch.pooled_tokens,
-        ROWS=batch.rows,
-        LANES=tiles.lanes,
-        READS=tiles.reads,
-        CHANNELS=tiles.channels,
-        CHUNKS=tiles.chunks,
-        GROUP=plan.group,
-        ITEMS=sum(plan.items),
-        REUSES_RING=plan.reuses_ring_rows,
-        REQUESTS=max(128, next_power_of_2(requests)),
-        NATIVE_FP8=plan.launch.native_fp8,
-    )
+        batch.ratio, batch.pooled_tokens, batch.rows, tiles, plan.group, sum(plan.items), plan.reuses_ring_rows,
+        max(128, next_power_of_2(requests)), plan.launch.native_fp8,
+    )  # fmt: skip
     arguments = (tuple(part for part, _ in parts), step, scratch, plan.programs, requests)
     options = {"PARTS": tuple(shape for _, shape in parts), "CONFIG": config, **plan.launch.options}
     if rows:
@@ -152,37 +136,38 @@ def _part(part: CompressPart, batch: CompressBatch, items: int) -> tuple[PartArg
         part.kv, part.score, part.ape, part.state, part.kv.stride(0), part.score.stride(0), part.state.stride(0),
         part.norm_weight, part.cos_sin, part.cos_sin.shape[0], part.pool, part.pool.stride(0), part.eps,
     )  # fmt: skip
-    return arguments, PartShape(
-        D=part.dim,
-        BLOCK=row_block(part.dim, part.cos_sin),
-        ROPE=part.cos_sin.shape[1],
-        STAGES=hadamard_stages(part.dim, part.hadamard),
-        DTYPE=TRITON_DTYPES[part.dtype],
-        ENTRY=_entry_format(part.record, part.pool, part.page_entries),
-        ITEMS=items,
-    )
+    entry = _entry_format(part.record, part.pool, part.page_entries, part.cos_sin, part.hadamard)
+    return arguments, PartShape(entry, TRITON_DTYPES[part.dtype], items)
 
 
 def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
     """See `kernels.insert.rope_insert`."""
-    arguments, shape = _key("rows", rows, positions, cos_sin, cache)
+    arguments, shape = _key_arguments("rows", rows, positions, cos_sin, cache), _entry_format(*cache[:3], cos_sin)
     if T := len(rows):
         plan = ENTRIES.plan(RowsProblem(T), gpu(rows.device))
         rope_insert_kernel[(T,)](arguments, SHAPE=shape, NATIVE_FP8=plan.native_fp8, **plan.options)
 
 
-def _key(
+def _key_arguments(
     name: str, rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows, weight: Tensor | None = None,
-    out: Tensor | None = None, eps: float = 0.0,
-) -> tuple[KeyArguments, KeyShape]:  # fmt: skip
-    """Arguments and constants of `insert_key` for rows that are rotated and stored, and normed with a ``weight``."""
-    _check_rows(name, rows, positions, cache, weight)
-    dim = rows.shape[1]
-    arguments = KeyArguments(
-        rows, rows.stride(0), weight, out, 0 if out is None else out.stride(0), positions, cos_sin, cos_sin.shape[0],
-        cache.slots, eps, cache.pool, cache.pool.stride(0),
+    bias: Tensor | None = None, eps: float = 0.0,
+) -> KeyArguments:  # fmt: skip
+    """Arguments of ``rows [T, d]`` that are rotated and stored, and normed with a ``weight``; they go to the pool alone.
+
+    Raises:
+        ValueError: rows that do not fit the record or the norm, or another number of positions or slots.
+    """
+    check(name, rows, ("T", "d"), FLOATS, rows=True)
+    check(f"the weight of {name}", weight, rows.shape[1:])
+    check(f"the bias of {name}", bias, rows.shape[1:])
+    check(f"positions of {name}", positions, rows.shape[:1])
+    check(f"slots of {name}", cache.slots, rows.shape[:1])
+    if cache.record.dim != rows.shape[1]:
+        raise ValueError(f"{name} need a record of {rows.shape[1]} values, got {cache.record.dim}")
+    return KeyArguments(
+        rows, rows.stride(0), weight, bias, None, 0, positions, cos_sin, cos_sin.shape[0], cache.slots, eps,
+        cache.pool, cache.pool.stride(0),
     )  # fmt: skip
-    return arguments, KeyShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), _entry_format(*cache[:3]))
 
 
 def _query_latent(tokens: TokenRows) -> tuple[QueryLatentArguments, QueryLatentShape]:
@@ -196,60 +181,40 @@ def _query_latent(tokens: TokenRows) -> tuple[QueryLatentArguments, QueryLatentS
         check_quantized("quantised latent", fp8, qr.shape)
     out = torch.empty_like(qr, memory_format=torch.contiguous_format)
     arguments = QueryLatentArguments(qr, qr.stride(0), tokens.q_weight, out, out.stride(0), tokens.eps, fp8_rows(fp8))
-    return arguments, QueryLatentShape(lora, next_power_of_2(lora), fp8 is not None and fp8.pow2_scales)
+    return arguments, QueryLatentShape(lora, fp8 is not None and fp8.pow2_scales)
 
 
 def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tensor:
     """See `kernels.insert.insert_latents`."""
     query, query_shape = _query_latent(tokens)
-    T, kv, cache, cos_sin, record = len(tokens.qr), tokens.kv, tokens.cache, tokens.cos_sin, tokens.cache.record
+    T, kv, cache, record = len(tokens.qr), tokens.kv, tokens.cache, tokens.cache.record
+    positions, cos_sin = tokens.positions, tokens.cos_sin
     rank, rope = len(tokens.kv_weight), cos_sin.shape[1]
     check("kv", kv, (T, rank + rope))
     check("the weight of kv", tokens.kv_weight, (rank,))
-    _check_rows("kv", kv, tokens.positions, cache)
+    key = _key_arguments("kv", kv, positions, cos_sin, cache, eps=tokens.eps)._replace(weight=tokens.kv_weight)
+    check_rotation(rope, cos_sin)
     quantized = isinstance(record, Fp8DsMlaV32Record)
     if not quantized and record.name != "plain":
         raise ValueError(f"latents are stored in plain or fp8_v32 records, got {record.name!r}")
     record.check_pool(cache.pool, cache.page_entries, 4 if quantized else record.dtype.itemsize)
     rule = record.rule if quantized else ScaleRule(0.0, False)
-    rows = KeyLatentArguments(
-        kv, kv.stride(0), tokens.kv_weight, tokens.positions, cos_sin, cos_sin.shape[0], cache.slots, tokens.eps,
-        cache.pool, cache.pool.stride(0),
-    )  # fmt: skip
     shape = KeyLatentShape(
-        LATENT=rank,
-        LATENT_BLOCK=max(128, next_power_of_2(rank)),
-        ROPE=rope,
-        ROPE_BLOCK=row_block(rope, cos_sin),
-        N=cache.page_entries,
-        FP8=quantized,
-        SCALE_POW2=rule.pow2,
-        SCALE_FLOOR=struct.unpack("<i", struct.pack("<f", rule.floor))[0],
-        PLAIN=TRITON_DTYPES[torch.bfloat16 if quantized else record.dtype],
-    )
-    key, key_shape = (None, None) if index is None else _index_key(index, tokens.positions, rope)
+        rank, rope, cache.page_entries, quantized, rule.pow2, struct.unpack("<i", struct.pack("<f", rule.floor))[0],
+        TRITON_DTYPES[torch.bfloat16 if quantized else record.dtype],
+    )  # fmt: skip
+    index_key, index_shape = None, None
+    if index is not None:
+        norm = index.weight, index.bias, index.eps
+        index_key = _key_arguments("index keys", index.k, positions, cos_sin, index.cache, *norm)
+        index_shape = _entry_format(*index.cache[:3], cos_sin, index.hadamard)
     if T:
         plan = LATENTS.plan(RowsProblem(T), gpu(kv.device))
-        shapes = {"SHAPE": shape, "QUERY_SHAPE": query_shape, "INDEX_SHAPE": key_shape}
+        shapes = {"SHAPE": shape, "QUERY_SHAPE": query_shape, "INDEX_SHAPE": index_shape}
         insert_latents_kernel[(T, 2 if index is None else 3)](
-            rows, query, key, **shapes, NATIVE_FP8=plan.native_fp8, **plan.options
+            key, query, index_key, **shapes, NATIVE_FP8=plan.native_fp8, **plan.options
         )
     return query.out
-
-
-def _index_key(index: IndexKeyRows, positions: Tensor, rope: int) -> tuple[IndexKeyArguments, IndexKeyShape]:
-    """Arguments and constants of `insert_index_key`."""
-    k, cache = index.k, index.cache
-    _check_rows("index keys", k, positions, cache, index.weight)
-    dim = k.shape[1]
-    check("the bias of index keys", index.bias, (dim,))
-    if rope > dim or rope % 2:
-        raise ValueError(f"index keys of {dim} channels have up to {dim} rotated channels in pairs, got {rope}")
-    arguments = IndexKeyArguments(
-        k, k.stride(0), index.weight, index.bias, index.eps, cache.slots, cache.pool, cache.pool.stride(0)
-    )
-    stages = hadamard_stages(dim, index.hadamard)
-    return arguments, IndexKeyShape(dim, next_power_of_2(dim), stages, _entry_format(*cache[:3]))
 
 
 def query_norm_rope(raw_q: RawQueries) -> Tensor:
@@ -270,35 +235,31 @@ def head_launch(raw_q: RawQueries) -> SharedLaunch:
     q, cos_sin, padded = raw_q.q, raw_q.cos_sin, raw_q.padded_heads
     T, dim = q.shape[0], q.shape[1] // raw_q.num_heads
     out = torch.empty(T, padded, dim, dtype=q.dtype, device=q.device)
+    check_rotation(dim, cos_sin)
     plan = QUERIES.plan(RowsProblem(T), gpu(q.device))
     rows = HeadArguments(
         q, cos_sin, raw_q.positions, out, raw_q.eps, cos_sin.shape[0], raw_q.num_heads, padded,
         q.stride(0), out.stride(0), out.stride(1),
     )  # fmt: skip
-    shape = HeadShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), plan.config.heads, raw_q.norm)
+    shape = HeadShape(dim, cos_sin.shape[1], plan.config.heads, raw_q.norm)
     return SharedLaunch(plan, rows, shape, out, (T, cdiv(padded, shape.HEADS)))
 
 
-def _check_rows(name: str, rows: Tensor, positions: Tensor, cache: CacheRows, weight: Tensor | None = None) -> None:
-    """Raises ValueError unless ``rows [T, d]`` fit the record, and there is a position and a slot for each of them."""
-    check(name, rows, ("T", "d"), FLOATS, rows=True)
-    check(f"the weight of {name}", weight, rows.shape[1:])
-    check(f"positions of {name}", positions, rows.shape[:1])
-    check(f"slots of {name}", cache.slots, rows.shape[:1])
-    if cache.record.dim != rows.shape[1]:
-        raise ValueError(f"{name} need a record of {rows.shape[1]} values, got {cache.record.dim}")
-
-
-def _entry_format(record: Record, pool: Tensor, page_entries: int) -> EntryFormat:
-    """Constants of `store_rows` for a pool.
+def _entry_format(
+    record: Record, pool: Tensor, page_entries: int, cos_sin: Tensor, hadamard: bool = False
+) -> EntryFormat:
+    """Constants of rows that are rotated by ``cos_sin``, with ``hadamard`` multiplied by a matrix, and stored.
 
     Raises:
-        ValueError: a record or a pool that is not supported.
+        ValueError: a record, a pool or a number of channels that is not supported.
     """
     if record.name not in RECORDS:
         raise ValueError(f"records that are written are {', '.join(RECORDS)}, got {record.name!r}")
     dtype = record.dtype if record.name == "plain" else torch.bfloat16
     unit = {"plain": dtype.itemsize, "fp8_v4": 2, "index_fp8": 4}.get(record.name, 1)
     record.check_pool(pool, page_entries, unit)
-    nope = record.nope_dim if record.name == "fp8_v4" else record.dim
-    return EntryFormat(page_entries, record.dim, nope, RECORDS.index(record.name), TRITON_DTYPES[dtype])
+    check_rotation(record.dim, cos_sin)
+    if hadamard:
+        check_hadamard(record.dim)
+    nope, place = record.nope_dim if record.name == "fp8_v4" else record.dim, RECORDS.index(record.name)
+    return EntryFormat(page_entries, record.dim, nope, place, TRITON_DTYPES[dtype], cos_sin.shape[1], hadamard)

@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.common.row_ops_triton import (
-    EntryFormat,
     Fp8Rows,
     normed_rows,
     pdl_begin,
     rotated_rows,
+    row_block,
     row_cos_sin,
     row_weight,
     store_fp8_groups,
@@ -26,11 +26,12 @@ from deepseek_attn.kernels.common.row_ops_triton import (
 
 
 class KeyArguments(NamedTuple):
-    """Runtime arguments of `insert_key`, with strides between rows.
+    """Runtime arguments of rows that are normed, rotated and stored: keys, key latents or index keys.
 
     Attributes:
-        rows: ``[T, d]`` float32, bfloat16 or float16; weight: float32 ``[d]`` of their norm, None for rows that are not
-            normed; out: ``[T, d]`` where the rows go besides the pool, or None.
+        rows: ``[T, d]`` float32, bfloat16 or float16; stride: between them.
+        weight: float32 of their norm, None for rows that are not normed; bias: of a layer norm, else None.
+        out: ``[T, d]`` where the rows go besides the pool, or None.
         positions: int64 ``[T]``; cos_sin: float32 ``[max_positions, rope]``.
         slots: int64 ``[T]``; eps: of the norm; pool: uint8 ``[pages, page bytes]``.
     """
@@ -38,6 +39,7 @@ class KeyArguments(NamedTuple):
     rows: Tensor
     stride: int
     weight: Tensor | None
+    bias: Tensor | None
     out: Tensor | None
     out_stride: int
     positions: Tensor
@@ -47,16 +49,6 @@ class KeyArguments(NamedTuple):
     eps: float
     pool: Tensor
     page_stride: int
-
-
-@dataclass(frozen=True)
-class KeyShape:
-    """Constants of `insert_key`: channels, rotated ones, tile of channels (a power of two); ENTRY: of the pool."""
-
-    D: int
-    ROPE: int
-    BLOCK: int
-    ENTRY: EntryFormat
 
 
 class QueryLatentArguments(NamedTuple):
@@ -78,10 +70,9 @@ class QueryLatentArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryLatentShape:
-    """Constants of `norm_query_latent`: channels and their tile; POW2: FP8 scales are powers of two."""
+    """Constants of `norm_query_latent`: channels of a latent; POW2: FP8 scales are powers of two."""
 
     LORA: int
-    BLOCK: int
     POW2: bool
 
 
@@ -108,11 +99,10 @@ class HeadArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Constants of `norm_heads`: channels of a head, rotated channels, tile, heads of a program; NORM: or no norm."""
+    """Constants of `norm_heads`: channels of a head, rotated channels, heads of a program; NORM: or no norm."""
 
     D: int
     ROPE: int
-    BLOCK: int
     HEADS: int
     NORM: bool = True
 
@@ -133,11 +123,10 @@ def store_row(row_ptr, y, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def insert_key(t, key, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Norm, rotation and cache write of row ``t``; the arguments are `KeyArguments` and `KeyShape`."""
+    """Norm, rotation and cache write of row ``t``; the arguments are `KeyArguments` and `EntryFormat`."""
     D: tl.constexpr = SHAPE.D
     ROPE: tl.constexpr = SHAPE.ROPE
-    BLOCK: tl.constexpr = SHAPE.BLOCK
-    ENTRY: tl.constexpr = SHAPE.ENTRY
+    BLOCK: tl.constexpr = row_block(D)
     DTYPE: tl.constexpr = key.rows.dtype.element_ty
     one = tl.arange(0, 1)
     # all loads are issued before the first result is needed
@@ -153,14 +142,14 @@ def insert_key(t, key, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     # the rounded row goes out as it is, and into the pool as its record has it
     if key.out is not None:
         store_row(key.out + t * key.out_stride, y, D, BLOCK)
-    store_rows(y, slot, key.pool, key.page_stride, ENTRY, NATIVE_FP8)
+    store_rows(y, slot, key.pool, key.page_stride, SHAPE, NATIVE_FP8)
 
 
 @triton.jit
 def norm_query_latent(t, query, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """Norm of the query latent of token ``t``, and the normed row as FP8 if there are buffers for it."""
     LORA: tl.constexpr = SHAPE.LORA
-    BLOCK: tl.constexpr = SHAPE.BLOCK
+    BLOCK: tl.constexpr = triton.next_power_of_2(LORA)
     DTYPE: tl.constexpr = query.qr.dtype.element_ty
     # row and weight are both in flight before the sum needs them
     x = load_row(query.qr + t * query.stride, LORA, BLOCK)
@@ -181,7 +170,7 @@ def norm_heads(t, block, rows, SHAPE: tl.constexpr):
     """Norm and rotation of one block of heads of token ``t``; the arguments are `HeadArguments` and `HeadShape`."""
     D: tl.constexpr = SHAPE.D
     ROPE: tl.constexpr = SHAPE.ROPE
-    BLOCK: tl.constexpr = SHAPE.BLOCK
+    BLOCK: tl.constexpr = row_block(D)
     DTYPE: tl.constexpr = rows.q.dtype.element_ty
     head = block * SHAPE.HEADS + tl.arange(0, SHAPE.HEADS)
     channel = tl.arange(0, BLOCK)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.row_ops_triton import rotated_rows, round_to, row_cos_sin
+from deepseek_attn.kernels.common.row_ops_triton import rotated_rows, round_to, row_block, row_cos_sin
 from deepseek_attn.kernels.latent.weights_triton import (
     LatentWeightRows,
     WeightStrides,
@@ -61,7 +61,6 @@ class AbsorbShape:
     NOPE: int
     NOPE_BLOCK: int
     ROPE: int
-    ROPE_BLOCK: int
     RANK: int
     WEIGHT: WeightStrides
     BLOCK_RANK: int
@@ -74,7 +73,7 @@ class AbsorbShape:
 def _rotate(rows, t, head, inside, SHAPE: tl.constexpr):
     """Rotates the last channels of rows ``(t, head)``, both ``[R]``; zeros where not ``inside`` or past the heads."""
     ROPE: tl.constexpr = SHAPE.ROPE
-    BLOCK: tl.constexpr = SHAPE.ROPE_BLOCK
+    BLOCK: tl.constexpr = row_block(ROPE)
     DTYPE: tl.constexpr = rows.q.dtype.element_ty
     channel = tl.arange(0, BLOCK)
     t = t.to(tl.int64)

@@ -9,7 +9,7 @@ from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
 from deepseek_attn.kernels.common.plans import SharedLaunch, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
-from deepseek_attn.kernels.common.rows import fp8_rows, row_block
+from deepseek_attn.kernels.common.rows import check_rotation, fp8_rows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.latent.absorb_triton import (
     AbsorbArguments,
@@ -55,6 +55,7 @@ def absorb_launch(queries: LatentQueries) -> SharedLaunch:
     check_queries(queries)
     q, weight, cos_sin, positions, padded_heads = queries
     (heads, nope, rank), T, rope = weight.shape, len(q), cos_sin.shape[1]
+    check_rotation(rope, cos_sin)
     plan = plan_absorb(_problem(q, weight), gpu(q.device))
     out = torch.empty(T, padded_heads, rank + rope, dtype=q.dtype, device=q.device)
     rows = AbsorbArguments(
@@ -66,7 +67,6 @@ def absorb_launch(queries: LatentQueries) -> SharedLaunch:
         NOPE=nope,
         NOPE_BLOCK=max(16, next_power_of_2(nope)) if weight.scale is None else WEIGHT_BLOCK,
         ROPE=rope,
-        ROPE_BLOCK=row_block(rope, cos_sin),
         RANK=rank,
         WEIGHT=_strides(weight),
         BLOCK_RANK=tiles.rank,
