@@ -16,7 +16,6 @@ where a peak rose by more than 256 times, and leaving out the L2 prefetches, cha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -30,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.attention.attend_hopper_keys import KeyLists, KeyPools, decode, key_counts
-from deepseek_attn.kernels.attention.attend_triton import RawQShape
 from deepseek_attn.kernels.attention.tile_steps_hopper import (
     AttendWork,
     SoftmaxBuffers,
@@ -43,23 +41,6 @@ from deepseek_attn.kernels.attention.tile_steps_hopper import (
 )
 from deepseek_attn.kernels.common.fp8_hopper import fp8_scales, to_fp8
 from deepseek_attn.kernels.common.gluon import barrier, reinterpret
-
-
-@dataclass(frozen=True)
-class HopperShape:
-    """Constants of `attend_hopper_kernel` and `attend_v32_hopper_kernel`.
-
-    Attributes:
-        NOPE: quantised channels of a key, before 64 rotated ones.
-        N0, N1: entries per page of the first and the second pool; N1 is 0 with one pool.
-        SPLIT: results are split-K partials; RAW_Q: the `RawQShape` of raw queries, else None.
-    """
-
-    NOPE: int
-    N0: int
-    N1: int
-    SPLIT: bool
-    RAW_Q: RawQShape | None = None
 
 
 class AttendTileBuffers(NamedTuple):
@@ -225,7 +206,7 @@ def _accumulate(
     work, lists, q, outputs, tiles, softmax, raw_q, SHAPE: gl.constexpr, POOLS: gl.constexpr
 ):  # fmt: skip
     """Loads the tile of queries, sums weights times keys, and stores the output."""
-    DIM: gl.constexpr = SHAPE.NOPE + 64
+    DIM: gl.constexpr = SHAPE.DIM
     SPLIT: gl.constexpr = SHAPE.SPLIT
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 4, 16])
     counts = key_counts(work.t, lists, POOLS)
@@ -261,9 +242,9 @@ def _accumulate(
 def attend_hopper_kernel(
     q, first, second, outputs, raw_q, H, width0, width1, limit0, limit1, SHAPE: gl.constexpr
 ):  # fmt: skip
-    """Takes the arguments of `attend_kernel`; SHAPE: `HopperShape`. Grid ``(queries * blocks of 64 heads, splits)``."""
-    POOLS: gl.constexpr = 1 if SHAPE.N1 == 0 else 2
-    DIM: gl.constexpr = SHAPE.NOPE + 64
+    """Takes the arguments of `attend_kernel`. Grid ``(queries * blocks of 64 heads, splits)``."""
+    POOLS: gl.constexpr = 1 if second is None else 2
+    DIM: gl.constexpr = SHAPE.DIM
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # programs of a query's head blocks are neighbours, since they read the same keys

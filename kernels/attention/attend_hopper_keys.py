@@ -100,9 +100,9 @@ def _valid(slot, tile, lists, counts, POOLS: gl.constexpr, layout: gl.constexpr)
 @gluon.jit
 def _address(slot, tile, tiles0, pools, SHAPE: gl.constexpr, POOLS: gl.constexpr):
     """Pointers to the bytes of entries, and to their scales."""
-    N0: gl.constexpr = SHAPE.N0
-    N1: gl.constexpr = SHAPE.N1
-    ROW: gl.constexpr = SHAPE.NOPE + 128  # one byte for each quantised channel, two for each of 64 others
+    N0: gl.constexpr = SHAPE.FIRST.entries
+    N1: gl.constexpr = SHAPE.SECOND.entries
+    ROW: gl.constexpr = SHAPE.FIRST.nope + 128  # one byte for each quantised channel, two for each of 64 others
     page = (slot // N0).to(gl.int64)
     entry = slot % N0
     pool = pools.pool0
@@ -124,7 +124,7 @@ def _address(slot, tile, tiles0, pools, SHAPE: gl.constexpr, POOLS: gl.constexpr
 def _fetch(slot, tile, tiles0, pools, SHAPE: gl.constexpr, POOLS: gl.constexpr, layout: gl.constexpr):
     """The bytes of keys as 32-bit words, pieces of 64 channels, and the scale bytes as one int64."""
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    NOPE: gl.constexpr = SHAPE.NOPE
+    NOPE: gl.constexpr = SHAPE.FIRST.nope
     valid = slot >= 0
     row, scale = _address(gl.maximum(slot, 0), tile, tiles0, pools, SHAPE, POOLS)
     scales = gl.load(scale, mask=valid, other=0)
@@ -215,7 +215,7 @@ def decode(work, lists, pools, tiles, SHAPE: gl.constexpr, POOLS: gl.constexpr):
 
     While it decodes tile i, the bytes of tile i + 1 and the slots of tile i + 2 are being loaded.
     """
-    NOPE: gl.constexpr = SHAPE.NOPE
+    NOPE: gl.constexpr = SHAPE.FIRST.nope
     RAW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, RAW)
     splits = work.splits

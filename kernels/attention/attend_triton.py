@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from deepseek_attn.kernels.attention.plan import AttendTiles, CombineTiles
 from deepseek_attn.kernels.attention.types import EntryLayout
 from deepseek_attn.kernels.common.fp8_triton import decode_e2m1, decode_e4m3, decode_e8m0, quantize_pairs
 from deepseek_attn.kernels.common.row_ops_triton import pdl_begin, rotated_back, rotated_rows, round_to
@@ -106,34 +107,24 @@ class RawQShape:
 
 @dataclass(frozen=True)
 class AttendShape:
-    """Constants of `attend_kernel`.
+    """Constants of `attend_kernel`, `attend_hopper_kernel` and `attend_v32_hopper_kernel`.
 
     Attributes:
         DIM, D_V: channels of a key and of a value.
-        POOLS: 1 or 2. FIRST, SECOND: layouts of the pools' entries, equal if there is one pool.
-        STARTS, WIDTHS: channels of the pieces of a key; the first V_PIECES of them are the value.
-        DTYPE: of products; PRECISION: of float32 products; NATIVE_FP8: the GPU converts e4m3.
+        FIRST, SECOND: layouts of the pools' entries, equal if there is one pool.
+        DTYPE: of products; NATIVE_FP8: the GPU converts e4m3; TILES: the plan's.
         SPLIT: results are split-K partials; RAW_Q: the `RawQShape` of raw queries, else None.
-        BLOCK_H, BLOCK_N: heads and keys of a tile; STAGES: tiles in flight; PDL: start before the previous kernel ends.
     """
 
     DIM: int
     D_V: int
-    POOLS: int
     FIRST: EntryLayout
     SECOND: EntryLayout
-    STARTS: tuple[int, ...]
-    WIDTHS: tuple[int, ...]
-    V_PIECES: int
     DTYPE: Any
-    PRECISION: str | None
     NATIVE_FP8: bool
+    TILES: AttendTiles
     SPLIT: bool
     RAW_Q: RawQShape | None
-    BLOCK_H: int
-    BLOCK_N: int
-    STAGES: int
-    PDL: bool
 
 
 @dataclass(frozen=True)
@@ -141,15 +132,37 @@ class CombineShape:
     """Constants of `attention_combine_kernel`.
 
     Attributes:
-        D_V: channels of a value; BLOCK_S, BLOCK_D: splits and channels of a program.
-        PDL: start before the previous kernel ends; RAW_Q: the `RawQShape` if the result is quantised, else None.
+        D_V: channels of a value; TILES: the plan's.
+        RAW_Q: the `RawQShape` if the result is quantised, else None.
     """
 
     D_V: int
-    BLOCK_S: int
-    BLOCK_D: int
-    PDL: bool
+    TILES: CombineTiles
     RAW_Q: RawQShape | None
+
+
+@triton.constexpr_function
+def pieces(nope, dim, piece):
+    """Starts and widths of the pieces that cover channels ``[0, nope)`` and ``[nope, dim)``.
+
+    Widths are powers of two from 16 to ``piece``; the last piece of a part may be wider than the remaining channels.
+    """
+    starts, widths = [], []
+    for start, end in ((0, nope), (nope, dim)):
+        while start < end:
+            left, width = end - start, piece
+            while width > left and width > 16:
+                width //= 2
+            starts.append(start)
+            widths.append(width)
+            start += width
+    return tuple(starts), tuple(widths)
+
+
+@triton.constexpr_function
+def pieces_of_values(starts, d_v):
+    """The number of leading pieces that hold a value of ``d_v`` channels."""
+    return sum(start < d_v for start in starts)
 
 
 @triton.jit
@@ -249,7 +262,7 @@ def _rotated_pieces(
 
 @triton.jit(do_not_specialize=["H", "width0", "width1", "limit0", "limit1"])
 def attend_kernel(
-    q, first, second, outputs, raw_q, H, width0, width1, limit0, limit1, SHAPE: tl.constexpr
+    q, first, second, outputs, raw_q, H, width0, width1, limit0, limit1, SHAPE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Attends heads of query ``program 0`` to split ``program 1`` of its keys; without SPLIT the result is final.
 
@@ -270,21 +283,22 @@ def attend_kernel(
     GROUP: tl.constexpr = SHAPE.FIRST.group
     GROUP1: tl.constexpr = SHAPE.SECOND.group
     FP8: tl.constexpr = GROUP > 0
-    STARTS: tl.constexpr = SHAPE.STARTS
-    WIDTHS: tl.constexpr = SHAPE.WIDTHS
-    V_PIECES: tl.constexpr = SHAPE.V_PIECES
+    PIECES: tl.constexpr = pieces(NOPE, DIM, SHAPE.TILES.piece)
+    STARTS: tl.constexpr = PIECES[0]
+    WIDTHS: tl.constexpr = PIECES[1]
+    V_PIECES: tl.constexpr = pieces_of_values(STARTS, SHAPE.D_V)
     DTYPE: tl.constexpr = SHAPE.DTYPE
-    PRECISION: tl.constexpr = SHAPE.PRECISION
+    PRECISION: tl.constexpr = "tf32x3" if tl.float32 == DTYPE else None
     NATIVE_FP8: tl.constexpr = SHAPE.NATIVE_FP8
-    BLOCK_H: tl.constexpr = SHAPE.BLOCK_H
-    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    BLOCK_H: tl.constexpr = SHAPE.TILES.heads
+    BLOCK_N: tl.constexpr = SHAPE.TILES.keys
     END: tl.constexpr = NOPE if FP8 else DIM
-    TWO_POOLS: tl.constexpr = SHAPE.POOLS == 2
+    TWO_POOLS: tl.constexpr = second is not None
     TWO_RECORDS: tl.constexpr = TWO_POOLS and GROUP1 != GROUP
     t = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
-    pdl_begin(SHAPE.PDL)  # wait until the previous kernel has written queries, keys and indices
+    pdl_begin(PDL)  # wait until the previous kernel has written queries, keys and indices
 
     # tiles of the first pool, then of the second one; a split has an equal share of them, in order
     len0 = width0
@@ -322,7 +336,7 @@ def attend_kernel(
     peak = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
 
-    for tile in tl.range(first_tile, last_tile, num_stages=SHAPE.STAGES):
+    for tile in tl.range(first_tile, last_tile, num_stages=SHAPE.TILES.stages):
         # slots of the tile's keys, and where their pages and scales begin
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if TWO_POOLS:
@@ -450,7 +464,7 @@ def _store_quantized(value, t, head, start, raw_q, DIM: tl.constexpr, SHAPE: tl.
 
 
 @triton.jit(do_not_specialize=["H", "splits"])
-def attention_combine_kernel(partials, outputs, raw_q, H, splits, SHAPE: tl.constexpr):
+def attention_combine_kernel(partials, outputs, raw_q, H, splits, SHAPE: tl.constexpr, PDL: tl.constexpr):
     """Combines the partials of a query's head, weighted by their log-sum-exps (base 2), in a fixed order.
 
     Args:
@@ -460,14 +474,14 @@ def attention_combine_kernel(partials, outputs, raw_q, H, splits, SHAPE: tl.cons
         raw_q: `RawQArguments`, or None; H: heads; SHAPE: `CombineShape`.
     """
     D_V: tl.constexpr = SHAPE.D_V
-    BLOCK_S: tl.constexpr = SHAPE.BLOCK_S
-    BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
+    BLOCK_S: tl.constexpr = SHAPE.TILES.splits
+    BLOCK_D: tl.constexpr = SHAPE.TILES.channels
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
     channel = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = (t * splits + split) * H + head
-    pdl_begin(SHAPE.PDL)  # wait until all partials are written
+    pdl_begin(PDL)  # wait until all partials are written
     partial_lse = tl.load(partials.lse + row, mask=split < splits, other=float("-inf"))
     inside = (split < splits)[:, None] & (channel < D_V)[None, :]
     values = tl.load(partials.out + row[:, None] * D_V + channel[None, :], mask=inside, other=0).to(tl.float32)

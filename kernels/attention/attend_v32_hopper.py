@@ -157,8 +157,8 @@ def _decode(work, keys, tiles, SHAPE: gl.constexpr):
     As soon as a piece is in shared memory, the next tile's piece is loaded into the same registers: the load has the
     time of a whole tile to arrive.
     """
-    NOPE: gl.constexpr = SHAPE.NOPE
-    N: gl.constexpr = SHAPE.N0
+    NOPE: gl.constexpr = SHAPE.FIRST.nope
+    N: gl.constexpr = SHAPE.FIRST.entries
     RAW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, RAW)
     PIECES: gl.constexpr = NOPE // 64
@@ -234,7 +234,7 @@ def _weigh(work, keys, scale_log2, outputs, tiles, softmax, SHAPE: gl.constexpr)
 @gluon.jit
 def _accumulate(work, keys, q, outputs, tiles, softmax, SHAPE: gl.constexpr):
     """Loads the tile of queries, sums weights times keys, and stores the output."""
-    NOPE: gl.constexpr = SHAPE.NOPE
+    NOPE: gl.constexpr = SHAPE.FIRST.nope
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, NOPE // 4, 16])
@@ -285,9 +285,9 @@ def attend_v32_hopper_kernel(q, keys, outputs, H, width, limit, SHAPE: gl.conste
 
     Args:
         q, keys, outputs: `AttendQueries`, `AttendPool` and `AttendOutputs` of `attend_triton`, without a sink.
-        H: heads; width: columns of the indices; limit: entries in the pool; SHAPE: `HopperShape` of `attend_hopper`.
+        H: heads; width: columns of the indices; limit: entries in the pool; SHAPE: `AttendShape`.
     """
-    NOPE: gl.constexpr = SHAPE.NOPE
+    NOPE: gl.constexpr = SHAPE.FIRST.nope
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # programs of a query's head blocks are neighbours, since they read the same keys

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from deepseek_attn.kernels.attention.types import EntryLayout
 from deepseek_attn.kernels.common.fp8_triton import decode_e2m1, decode_e4m3, decode_e8m0
 from deepseek_attn.kernels.common.row_ops_triton import round_to
 
@@ -29,27 +30,18 @@ class GatherPool(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Layout of a cache entry: ``CODED`` quantised values with a scale per ``GROUP``, then ``RAW`` unquantised values.
+    """Cache entries that are decoded.
 
     Attributes:
-        N: entries of a page; ENTRY: bytes from an entry to the next; RAW_AT: first byte of the unquantised values,
-            which have ``RAW_DTYPE``. Quantised values are e4m3. Groups of 128 have float32 scales after the values of
-            the entry, smaller groups e8m0 scales after the entries of the page. Groups of 16: e2m1 with e4m3 scales.
-        DTYPE: of a decoded row; NATIVE_FP8: the GPU has instructions that convert e4m3.
-        CODED_BLOCK, RAW_BLOCK: tile widths of the two parts; RAW_BLOCK is 0 if one tile holds both parts.
-        ROWS: rows per program.
+        LAYOUT: of an entry. Quantised values are e4m3. Groups of 128 have float32 scales after the values of the
+            entry, smaller groups e8m0 scales after the entries of the page. Groups of 16: e2m1 with e4m3 scales.
+        DIM: channels of an entry; RAW_DTYPE: of the unquantised ones.
+        NATIVE_FP8: the GPU has instructions that convert e4m3; ROWS: rows per program.
     """
 
-    N: int
-    ENTRY: int
-    CODED: int
-    GROUP: int
-    RAW_AT: int
-    RAW: int
+    LAYOUT: EntryLayout
+    DIM: int
     RAW_DTYPE: tl.dtype
-    DTYPE: tl.dtype
-    CODED_BLOCK: int
-    RAW_BLOCK: int
     NATIVE_FP8: bool
     ROWS: int
 
@@ -58,16 +50,20 @@ class EntryShape:
 def _copy_rows(slot, out_row, wanted, pages, SHAPE: tl.constexpr):
     """Decodes entry ``slot[r]`` to the row at ``out_row[r]`` where ``wanted[r]``; zeros for slots < 0."""
     R: tl.constexpr = slot.shape[0]
-    CODED: tl.constexpr = SHAPE.CODED
-    GROUP: tl.constexpr = SHAPE.GROUP
-    RAW: tl.constexpr = SHAPE.RAW
+    N: tl.constexpr = SHAPE.LAYOUT.entries
+    GROUP: tl.constexpr = SHAPE.LAYOUT.group
+    CODED: tl.constexpr = SHAPE.LAYOUT.nope if GROUP > 0 else 0  # quantised channels, before unquantised ones
+    RAW: tl.constexpr = SHAPE.DIM - CODED
     RAW_DTYPE: tl.constexpr = SHAPE.RAW_DTYPE
-    DTYPE: tl.constexpr = SHAPE.DTYPE
-    CODED_BLOCK: tl.constexpr = SHAPE.CODED_BLOCK
+    ENTRY: tl.constexpr = SHAPE.LAYOUT.row if GROUP > 0 else RAW * (RAW_DTYPE.primitive_bitwidth // 8)
+    DTYPE: tl.constexpr = out_row.dtype.element_ty
+    # tile widths of the two parts; RAW_BLOCK is 0 if one tile holds both
+    CODED_BLOCK: tl.constexpr = max(GROUP, triton.next_power_of_2(CODED))
+    RAW_BLOCK: tl.constexpr = 0 if GROUP > 0 and SHAPE.DIM <= CODED_BLOCK else triton.next_power_of_2(RAW)
     live = wanted & (slot >= 0)
-    page = pages.pool + (slot // SHAPE.N) * pages.page_stride
-    row = page + (slot % SHAPE.N) * SHAPE.ENTRY
-    raw = (row + SHAPE.RAW_AT).to(tl.pointer_type(RAW_DTYPE))
+    page = pages.pool + (slot // N) * pages.page_stride
+    row = page + (slot % N) * ENTRY
+    raw = (row + SHAPE.LAYOUT.rope).to(tl.pointer_type(RAW_DTYPE))
     if CODED:
         # quantised values, with a scale per group
         channel = tl.arange(0, CODED_BLOCK)
@@ -78,7 +74,7 @@ def _copy_rows(slot, out_row, wanted, pages, SHAPE: tl.constexpr):
             scale = tl.load(scales[:, None] + group[None, :], mask=known, other=0)
         else:
             SCALES: tl.constexpr = (CODED // GROUP + 7) // 8 * 8 if GROUP == 64 else CODED // GROUP
-            scales = page + SHAPE.N * SHAPE.ENTRY + (slot % SHAPE.N) * SCALES
+            scales = page + N * ENTRY + (slot % N) * SCALES
             byte = tl.load(scales[:, None] + group[None, :], mask=known, other=127)
             scale = decode_e4m3(byte, SHAPE.NATIVE_FP8, tl.float32) if GROUP == 16 else decode_e8m0(byte)
         inside = (channel < CODED)[None, :]
@@ -91,7 +87,7 @@ def _copy_rows(slot, out_row, wanted, pages, SHAPE: tl.constexpr):
             value = decode_e4m3(code, SHAPE.NATIVE_FP8, tl.float32)
         value = tl.reshape(value, (R, CODED_BLOCK // GROUP, GROUP)) * scale[:, :, None]
         value = tl.reshape(value, (R, CODED_BLOCK))
-        if SHAPE.RAW_BLOCK == 0 and RAW:  # both parts fit in one tile, and are stored together
+        if RAW_BLOCK == 0 and RAW:  # both parts fit in one tile, and are stored together
             rest = ((channel >= CODED) & (channel < CODED + RAW))[None, :]
             kept = tl.load(raw[:, None] + (channel - CODED)[None, :], mask=live[:, None] & rest, other=0)
             value = tl.where(rest, kept.to(tl.float32), value)
@@ -100,8 +96,8 @@ def _copy_rows(slot, out_row, wanted, pages, SHAPE: tl.constexpr):
         value = round_to(tl.where(live[:, None], value, 0.0), DTYPE).to(DTYPE)
         tl.store(out_row[:, None] + channel[None, :], value, mask=wanted[:, None] & inside)
     # unquantised values in a tile of their own
-    if SHAPE.RAW_BLOCK:
-        channel = tl.arange(0, SHAPE.RAW_BLOCK)
+    if RAW_BLOCK:
+        channel = tl.arange(0, RAW_BLOCK)
         inside = (channel < RAW)[None, :]
         value = tl.load(raw[:, None] + channel[None, :], mask=live[:, None] & inside, other=0).to(tl.float32)
         value = round_to(value, DTYPE).to(DTYPE)
@@ -137,6 +133,6 @@ def gather_kernel(
     if first < length:  # the grid is for the longest request
         row = first + tl.arange(0, SHAPE.ROWS)
         wanted = (row < length) & (row < max_rows)
-        slot = _page_slots(r, seq_len - length + row, wanted, table_ptr, table_stride, pages, SHAPE.N)
+        slot = _page_slots(r, seq_len - length + row, wanted, table_ptr, table_stride, pages, SHAPE.LAYOUT.entries)
         out_row = rows.out + r * rows.stride_request + row.to(tl.int64) * rows.stride_row
         _copy_rows(slot, out_row, wanted, pool, SHAPE)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.cache.record import Record
-from deepseek_attn.kernels.attention.attend_hopper import HopperShape, attend_hopper_kernel
+from deepseek_attn.kernels.attention.attend_hopper import attend_hopper_kernel
 from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hopper_kernel
 from deepseek_attn.kernels.attention.attend_triton import (
     AttendOutputs,
@@ -33,7 +33,7 @@ from deepseek_attn.kernels.attention.reference import check_attention, check_gat
 from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys
 from deepseek_attn.kernels.common.checks import check, contiguous_rows
 from deepseek_attn.kernels.common.device import FLOATS, LOG2E, fp8_view, gpu
-from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, launch_options
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.rows import check_rotation
@@ -51,7 +51,7 @@ def sparse_attention(
     check("kv", kv, ("N", q.shape[2]), FLOATS, rows=True)
     check("max_logits", max_logits, q.shape[:2], torch.float32, contiguous=True)
     layout = EntryLayout(1, q.shape[2], q.shape[2])
-    keys = AttendedKeys(layout, kv, kv.stride(0), kv.shape[0], contiguous_rows(indices), _contiguous(lens))
+    keys = AttendedKeys(layout, kv, kv.shape[0], contiguous_rows(indices), _contiguous(lens))
     pools = [keys] if kv.shape[0] and indices.shape[1] else []
     return _attend(q, pools, scale, sink, d_v, out, max_logits, rows=True)
 
@@ -133,10 +133,8 @@ def launch(
     parts, tiles = AttendOutputs(partials, 0, 0, lse, largest, None), plan.combine.config
     _launch_attend(plan, q, keys, scale, parts, d_v, raw, raw_shape)
     attention_combine_kernel[(T, H, cdiv(d_v, tiles.channels))](  # in a fixed order
-        parts, outputs, raw, H, plan.splits,
-        SHAPE=CombineShape(d_v, tiles.splits, tiles.channels, plan.attend.pdl, raw_shape),
-        **launch_options(tiles.warps, plan.attend.pdl),
-    )  # fmt: skip
+        parts, outputs, raw, H, plan.splits, SHAPE=CombineShape(d_v, tiles, raw_shape), **plan.combine.options
+    )
     if largest is not None:
         torch.amax(largest, 1, out=outputs.largest)
 
@@ -146,73 +144,30 @@ def _launch_attend(
     raw: RawQArguments | None, raw_shape: RawQShape | None,
 ) -> None:  # fmt: skip
     """The launch that attends, into the result or its split-K partials."""
-    (T, H, dim), kernel, tiles, split = q.shape, plan.attend.kernel, plan.attend.config, plan.combine is not None
+    (T, H, dim), kernel, tiles = q.shape, plan.attend.kernel, plan.attend.config
+    head_blocks = cdiv(H, tiles.heads)
     queries = AttendQueries(q, q.stride(0), q.stride(1), scale * LOG2E)
-    pools = [AttendPool(each.pool, each.page_stride, each.indices, each.indices.stride(0), each.lens) for each in keys]
-    widths, limits = [each.indices.shape[1] for each in keys], [each.limit for each in keys]
-    layouts, head_blocks = [each.layout for each in keys], cdiv(H, tiles.heads)
+    pools = [AttendPool(key.pool, key.pool.stride(0), key.indices, key.indices.stride(0), key.lens) for key in keys]
+    widths, limits = [key.indices.shape[1] for key in keys], [key.limit for key in keys]
     if kernel == "attend_rows_hopper_kernel":
         rows = queries, pools[0], outputs, H, T * head_blocks, widths[0], limits[0]
         attend_rows_hopper_kernel[(plan.programs,)](*rows, DIM=dim, **launch_options(tiles.warps))
         return
-    first, grid = layouts[0], (T * head_blocks, plan.splits)
-    options = launch_options(tiles.warps, plan.attend.pdl)
+    shape = AttendShape(
+        dim, d_v, keys[0].layout, keys[-1].layout, TRITON_DTYPES[plan.dtype], plan.attend.native_fp8, tiles,
+        plan.combine is not None, raw_shape,
+    )  # fmt: skip
+    grid, options = (T * head_blocks, plan.splits), launch_options(tiles.warps, plan.attend.pdl)
     if kernel == "attend_v32_hopper_kernel":
-        shape = HopperShape(first.nope, first.entries, 0, split)
         attend_v32_hopper_kernel[grid](queries, pools[0], outputs, H, widths[0], limits[0], SHAPE=shape, **options)
         return
     second, width, limit = (pools[1], widths[1], limits[1]) if len(keys) > 1 else (None, 0, 0)
     arguments = queries, pools[0], second, outputs, raw, H, widths[0], width, limits[0], limit
     if kernel == "attend_hopper_kernel":
-        shape = HopperShape(first.nope, first.entries, layouts[1].entries if second else 0, split, raw_shape)
         attend_hopper_kernel[grid](*arguments, SHAPE=shape, **options)
-        return
-    shape = _portable_shape(plan, layouts, dim, d_v, raw_shape)
-    attend_kernel[(T, plan.splits, head_blocks)](*arguments, SHAPE=shape, num_stages=tiles.stages, **options)
-
-
-def _portable_shape(
-    plan: AttendPlan, layouts: Sequence[EntryLayout], dim: int, d_v: int, raw_shape: RawQShape | None
-) -> AttendShape:
-    """Constants of `attend_kernel`."""
-    tiles = plan.attend.config
-    starts, widths = pieces(layouts[0].nope, dim, tiles.piece)
-    return AttendShape(
-        DIM=dim,
-        D_V=d_v,
-        POOLS=len(layouts),
-        FIRST=layouts[0],
-        SECOND=layouts[-1],
-        STARTS=starts,
-        WIDTHS=widths,
-        V_PIECES=sum(start < d_v for start in starts),
-        DTYPE=TRITON_DTYPES[plan.dtype],
-        PRECISION="tf32x3" if plan.dtype == torch.float32 else None,
-        NATIVE_FP8=plan.attend.native_fp8,
-        SPLIT=plan.combine is not None,
-        RAW_Q=raw_shape,
-        BLOCK_H=tiles.heads,
-        BLOCK_N=tiles.keys,
-        STAGES=tiles.stages,
-        PDL=plan.attend.pdl,
-    )
-
-
-def pieces(nope: int, dim: int, piece: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Starts and widths of the pieces that cover channels ``[0, nope)`` and ``[nope, dim)``.
-
-    Widths are powers of two from 16 to ``piece``; the last piece of a part may be wider than the remaining channels.
-    """
-    starts, widths = [], []
-    for start, end in ((0, nope), (nope, dim)):
-        while start < end:
-            left, width = end - start, piece
-            while width > left and width > 16:
-                width //= 2
-            starts.append(start)
-            widths.append(width)
-            start += width
-    return tuple(starts), tuple(widths)
+    else:
+        grid = T, plan.splits, head_blocks
+        attend_kernel[grid](*arguments, SHAPE=shape, num_stages=tiles.stages, **plan.attend.options)
 
 
 def dequantize_and_gather_k_cache(
@@ -223,27 +178,12 @@ def dequantize_and_gather_k_cache(
     check_gather(out, record, seq_lens, gather_lens, block_table)
     b, M, _ = out.shape
     layout, plain, max_rows = _entry_layout(record, block_size), record.name == "plain", M - offset
-    coded, raw = 0 if plain else layout.nope, record.dtype if plain else torch.bfloat16
-    record.check_pool(pool, block_size, {"plain": raw.itemsize, "fp8_v4": 2, "fp8_v32": 4}.get(record.name, 1))
+    raw_dtype = record.dtype if plain else torch.bfloat16
+    record.check_pool(pool, block_size, {"plain": raw_dtype.itemsize, "fp8_v4": 2, "fp8_v32": 4}.get(record.name, 1))
     if b == 0 or max_rows <= 0:
         return
-    plan, group = GATHER.plan(RowsProblem(b * max_rows, record.dim), gpu(out.device)), layout.group or 64
-    coded_block = max(group, next_power_of_2(coded))
-    whole = coded and record.dim <= coded_block  # one tile also holds the unquantised channels
-    shape = EntryShape(
-        N=block_size,
-        ENTRY=record.entry_bytes if plain else layout.row,
-        CODED=coded,
-        GROUP=group,
-        RAW_AT=layout.rope,
-        RAW=record.dim - coded,
-        RAW_DTYPE=TRITON_DTYPES[raw],
-        DTYPE=TRITON_DTYPES[out.dtype],
-        CODED_BLOCK=coded_block,
-        RAW_BLOCK=0 if whole else next_power_of_2(record.dim - coded),
-        NATIVE_FP8=plan.native_fp8,
-        ROWS=plan.config.size,
-    )
+    plan = GATHER.plan(RowsProblem(b * max_rows, record.dim), gpu(out.device))
+    shape = EntryShape(layout, record.dim, TRITON_DTYPES[raw_dtype], plan.native_fp8, plan.config.size)
     gather_kernel[(cdiv(max_rows, shape.ROWS), b)](
         GatherRows(out[:, offset:], out.stride(0), out.stride(1)), GatherPool(pool, pool.stride(0)),
         seq_lens, gather_lens, block_table, max_rows, block_table.shape[1], block_table.stride(0),
@@ -277,7 +217,7 @@ def _checked_keys(keys: PagedKeys, q: Tensor, sink: Tensor | None) -> AttendedKe
     if record.name == "plain":
         pool = pool[:, : pool.shape[1] // unit * unit].view(record.dtype)
     indices, lens = contiguous_rows(keys.indices), _contiguous(keys.lens)
-    return AttendedKeys(layout, pool, pool.stride(0), pool.shape[0] * n, indices, lens)
+    return AttendedKeys(layout, pool, pool.shape[0] * n, indices, lens)
 
 
 def _entry_layout(record: Record, n: int) -> EntryLayout:

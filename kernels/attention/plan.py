@@ -74,7 +74,7 @@ class AttendProblem:
         return cls(
             T, H, dim, d_v, sum(part.indices.shape[1] for part in keys), first.layout.nope, q.dtype, first.pool.dtype,
             first.layout.group, len(keys), rows, sink is not None, raw_q,
-            q.stride(2) == 1 and _aligned(q, q.stride(0), q.stride(1)), _aligned(first.pool, first.page_stride),
+            q.stride(2) == 1 and _aligned(q, q.stride(0), q.stride(1)), _aligned(first.pool, first.pool.stride(0)),
             batch_invariant(),
         )  # fmt: skip
 

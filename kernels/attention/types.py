@@ -52,13 +52,12 @@ class AttendedKeys:
 
     Attributes:
         layout: of an entry.
-        pool: elements of the keys' dtype, or bytes; page_stride: from one page to the next, in elements.
+        pool: elements of the keys' dtype, or bytes; a page, or a row of a tensor, along the first dimension.
         limit: entries in the pool; indices, lens: as in `PagedKeys`, rows and lengths contiguous.
     """
 
     layout: EntryLayout
     pool: Tensor
-    page_stride: int
     limit: int
     indices: Tensor
     lens: Tensor | None

@@ -152,7 +152,7 @@ def _key_arguments(
     name: str, rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 0.0,
 ) -> KeyArguments:  # fmt: skip
-    """Arguments of ``rows [T, d]`` that are rotated and stored, and normed with a ``weight``; they go to the pool alone.
+    """Arguments of ``rows [T, d]`` that are rotated and stored, and normed if there is a ``weight``.
 
     Raises:
         ValueError: rows that do not fit the record or the norm, or another number of positions or slots.

@@ -13,7 +13,7 @@ from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
 from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention import launch as attend
-from deepseek_attn.kernels.attention.launch import pieces
+from deepseek_attn.kernels.attention.attend_triton import pieces
 from deepseek_attn.kernels.attention.plan import AttendProblem, plan_attend
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import recorded_plans
