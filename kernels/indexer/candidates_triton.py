@@ -51,7 +51,7 @@ def candidate_scores_kernel(
     """Program ``(t, s)``: split ``s`` of the first ``num_visible[t]`` columns of query ``t``; -inf for no entry."""
     H: tl.constexpr = SHAPE.H
     PAGE: tl.constexpr = SHAPE.PAGE
-    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    BLOCK_N: tl.constexpr = SHAPE.KEYS
     STAGES: tl.constexpr = SHAPE.STAGES
     pdl_begin(PDL)  # wait until the previous kernel has written the queries
     token = tl.program_id(0).to(tl.int64)
@@ -62,8 +62,9 @@ def candidate_scores_kernel(
     tiles = tl.cdiv(tl.cdiv(end, BLOCK_N), tl.num_programs(1))
     request = tl.load(token_to_req_ptr + token).to(tl.int64)
     kept_ptr += token * kept_stride
-    head = tl.arange(0, SHAPE.BLOCK_H)
-    channel = tl.arange(0, SHAPE.BLOCK_D)
+    # products have at least 16 columns, and FP8 at least 32 terms
+    head = tl.arange(0, max(16, triton.next_power_of_2(H)))
+    channel = tl.arange(0, max(32, triton.next_power_of_2(SHAPE.DIM)))
     weights = tl.load(rows.weights + token * H + head, mask=head < H, other=0.0)
     query = rows.q + (token * H + head)[:, None] * SHAPE.DIM
     q, q_odd = query_operands(query, head < H, channel, SHAPE)
@@ -93,7 +94,6 @@ def block_scores_kernel(
     scores_stride,
     out_stride,
     SIZE: tl.constexpr,
-    SIZE_PADDED: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -109,7 +109,7 @@ def block_scores_kernel(
         tl.store(counts_ptr + token, tl.cdiv(n, SIZE))
     # a block is a row of the tile, and its entries are columns
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    offset = tl.arange(0, SIZE_PADDED)
+    offset = tl.arange(0, triton.next_power_of_2(SIZE))
     entry = block[:, None] * SIZE + offset[None, :]
     inside = (offset < SIZE)[None, :] & (entry < n)
     scored = inside & (entry < tl.where(n > skip, n, 0))

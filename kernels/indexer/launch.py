@@ -20,7 +20,6 @@ from deepseek_attn.kernels.common.plans import (
     SharedLaunch,
     cdiv,
     launch_options,
-    next_power_of_2,
     pdl_options,
     unlisted_plans,
 )
@@ -75,8 +74,7 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     """`kernels.indexer.index_query` in Triton, for heads of 128 channels."""
     launch = _index_launch(rows, "index_query_kernel")
     if all(launch.grid):
-        options = launch.plan.options
-        index_query_kernel[launch.grid](launch.arguments, SHAPE=launch.shape, **options)
+        index_query_kernel[launch.grid](launch.arguments, SHAPE=launch.shape, **launch.plan.options)
     return launch.out
 
 
@@ -87,9 +85,8 @@ def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     launch = _index_launch(index, "queries_kernel")
     check_tokens(tokens, index)
     if tokens:
-        queries_kernel[(tokens, blocks + launch.grid[1])](
-            *(arguments, launch.arguments, blocks), SHAPE=shape, INDEX_SHAPE=launch.shape, **launch.plan.options
-        )
+        grid, shapes = (tokens, blocks + launch.grid[1]), {"SHAPE": shape, "INDEX_SHAPE": launch.shape}
+        queries_kernel[grid](arguments, launch.arguments, blocks, **shapes, **launch.plan.options)
     return out, launch.out
 
 
@@ -105,12 +102,9 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     launch = _index_launch(index, "latent_queries_kernel")
     (programs, token_blocks), (_, blocks) = absorbed.grid, launch.grid
     if tokens:
-        latent_queries_kernel[(programs * token_blocks + tokens * blocks,)](
-            *(absorbed.arguments, launch.arguments, programs, token_blocks, blocks),
-            SHAPE=absorbed.shape,
-            INDEX_SHAPE=launch.shape,
-            **launch.plan.options,
-        )
+        arguments = absorbed.arguments, launch.arguments, programs, token_blocks, blocks
+        shapes = {"SHAPE": absorbed.shape, "INDEX_SHAPE": launch.shape}
+        latent_queries_kernel[(programs * token_blocks + tokens * blocks,)](*arguments, **shapes, **launch.plan.options)
     return absorbed.out, launch.out
 
 
@@ -211,21 +205,9 @@ def launch_scores(
         index_scores_decode_hopper_kernel[grid](*arguments, **constants, **launch_options(config.warps, True))
     else:
         shape = ScoresShape(
-            H=H,
-            DIM=dim,
-            PAGE=keys.entries,
-            KEY_FORMAT=key_format,
-            NATIVE_FP8=plan.native_fp8,
-            DTYPE=dtype,
-            PRECISION="tf32x3" if exact else None,
-            SCORE_DTYPE=TRITON_DTYPES[queries.score_dtype],
-            TOKENS=config.tokens,
-            BLOCK_T=next_power_of_2(config.tokens),
-            BLOCK_H=max(16, next_power_of_2(H)),
-            BLOCK_D=max(32, next_power_of_2(dim)),
-            BLOCK_N=config.keys,
-            STAGES=config.stages,
-        )
+            H, dim, keys.entries, key_format, plan.native_fp8, dtype, TRITON_DTYPES[queries.score_dtype],
+            config.tokens, config.keys, config.stages,
+        )  # fmt: skip
         options = {"SHAPE": shape, "num_stages": config.stages, **plan.options}
         if candidates is None:
             index_scores_kernel[grid](*arguments, **options)
@@ -245,15 +227,10 @@ def launch_candidate_entries(
     plan = ENTRIES.plan(RowsProblem(T, k), gpu(out.device))
     entries = plan.config.size
     slots = out if out_slots is None else out_slots  # the kernel takes a pointer even if PAGE disables its use
-    candidate_entries_kernel[(T, cdiv(k, entries))](
-        CandidateRows(out, kept, slots, out.stride(0), kept.stride(0), 0 if out_slots is None else slots.stride(0)),
-        *(table, keys.token_to_req, num_visible, table.stride(0)),
-        K=k,
-        SIZE=candidates.size,
-        PAGE=0 if out_slots is None else keys.entries,
-        BLOCK=entries,
-        **plan.options,
-    )
+    strides = out.stride(0), kept.stride(0), 0 if out_slots is None else slots.stride(0)
+    constants = {"K": k, "SIZE": candidates.size, "PAGE": 0 if out_slots is None else keys.entries, "BLOCK": entries}
+    arguments = CandidateRows(out, kept, slots, *strides), table, keys.token_to_req, num_visible, table.stride(0)
+    candidate_entries_kernel[(T, cdiv(k, entries))](*arguments, **constants, **plan.options)
 
 
 def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: CandidateBlocks) -> None:
@@ -266,13 +243,8 @@ def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: Cand
     blocks = plan.config.size
     best = torch.empty(T, count, dtype=torch.float32, device=scores.device)
     counts = torch.empty(T, dtype=torch.int32, device=scores.device)
-    block_scores_kernel[(T, max(1, cdiv(count, blocks)))](
-        *(scores, num_visible, best, counts, width, skip, scores.stride(0), best.stride(0)),
-        SIZE=size,
-        SIZE_PADDED=next_power_of_2(size),
-        BLOCKS=blocks,
-        **plan.options,
-    )
+    arguments = scores, num_visible, best, counts, width, skip, scores.stride(0), best.stride(0)
+    block_scores_kernel[(T, max(1, cdiv(count, blocks)))](*arguments, SIZE=size, BLOCKS=blocks, **plan.options)
     launch_topk(best, counts, kept)
 
 

@@ -40,9 +40,8 @@ class ScoresShape:
 
     Attributes:
         H, DIM, PAGE: heads, channels of a head, entries of a page; KEY_FORMAT: ``fp8``, ``fp4`` or ``plain``.
-        NATIVE_FP8: the GPU converts e4m3; DTYPE, PRECISION: of products; SCORE_DTYPE: to which scores are rounded.
-        TOKENS, BLOCK_T: of a program, and a power of two that holds them.
-        BLOCK_H, BLOCK_D: powers of two that hold heads and channels; BLOCK_N: keys of a tile; STAGES: tiles in flight.
+        NATIVE_FP8: the GPU converts e4m3; DTYPE: of products; SCORE_DTYPE: to which scores are rounded.
+        TOKENS: of a program; KEYS: of a tile; STAGES: tiles in flight.
     """
 
     H: int
@@ -51,13 +50,9 @@ class ScoresShape:
     KEY_FORMAT: str
     NATIVE_FP8: bool
     DTYPE: tl.dtype
-    PRECISION: str | None
     SCORE_DTYPE: tl.dtype
     TOKENS: int
-    BLOCK_T: int
-    BLOCK_H: int
-    BLOCK_D: int
-    BLOCK_N: int
+    KEYS: int
     STAGES: int
 
 
@@ -203,7 +198,7 @@ def score_keys(key, odd, scale, q, q_odd, weights, SHAPE: tl.constexpr):
     difference that they are multiplied in later.
     """
     SCORE_DTYPE: tl.constexpr = SHAPE.SCORE_DTYPE
-    PRECISION: tl.constexpr = SHAPE.PRECISION
+    PRECISION: tl.constexpr = "tf32x3" if tl.float32 == SHAPE.DTYPE else None
     product = tl.dot(key, q, input_precision=PRECISION)
     # FP4: even and odd channels are operands of their own, and sums of one product
     if SHAPE.KEY_FORMAT == "fp4":
@@ -234,8 +229,8 @@ def index_scores_kernel(
     H: tl.constexpr = SHAPE.H
     PAGE: tl.constexpr = SHAPE.PAGE
     TOKENS: tl.constexpr = SHAPE.TOKENS
-    BLOCK_T: tl.constexpr = SHAPE.BLOCK_T
-    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    BLOCK_T: tl.constexpr = triton.next_power_of_2(TOKENS)
+    BLOCK_N: tl.constexpr = SHAPE.KEYS
     STAGES: tl.constexpr = SHAPE.STAGES
     pdl_begin(PDL)  # wait until the previous kernel has written the queries
     first_token = tl.program_id(0).to(tl.int64) * TOKENS
@@ -250,8 +245,9 @@ def index_scores_kernel(
     lens = tl.where(lens > skip, lens, 0)
 
     # heads and weights of all tokens stay in registers for every tile
-    head = tl.arange(0, SHAPE.BLOCK_H)
-    channel = tl.arange(0, SHAPE.BLOCK_D)
+    # products have at least 16 columns, and FP8 at least 32 terms
+    head = tl.arange(0, max(16, triton.next_power_of_2(H)))
+    channel = tl.arange(0, max(32, triton.next_power_of_2(SHAPE.DIM)))
     q = ()
     q_odd = ()
     weights = ()

@@ -30,9 +30,8 @@ def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: in
         ends: int64 ``[B]``; rows at or beyond them are padding.
         max_len: positions are at most ``max_len - 1``, for which there are tables and rotations.
     """
-    return (triton_ops if runs_triton(starts) else torch_ops).decode_rows(
-        starts, ends, rows_per_request, max_len, offset
-    )
+    ops = triton_ops if runs_triton(starts) else torch_ops
+    return ops.decode_rows(starts, ends, rows_per_request, max_len, offset)
 
 
 def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> EntryCounts:

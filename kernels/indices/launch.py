@@ -10,7 +10,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import contiguous_rows
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.plans import cdiv, launch_options, next_power_of_2
-from deepseek_attn.kernels.indices.plan import INDICES, IndexProblem, IndexTiles
+from deepseek_attn.kernels.indices.plan import INDICES, IndexProblem
 from deepseek_attn.kernels.indices.reference import check_combine, check_positive, check_rows, check_step
 from deepseek_attn.kernels.indices.step_indices_triton import (
     BlockTable,
@@ -28,6 +28,8 @@ from deepseek_attn.kernels.indices.step_indices_triton import (
 )
 from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
 
+MIN_REQUESTS = 8  # lengths of a tile, at least, so that few kernels serve every number of requests
+
 
 def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: int, offset: int = 0) -> DecodeRows:
     """See `kernels.indices.decode_rows`."""
@@ -40,7 +42,7 @@ def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: in
         torch.empty(requests, dtype=torch.int32, device=device),
     )
     if T:
-        tokens = _tiles("decode_rows_kernel", starts, T).tokens
+        tokens = _block("decode_rows_kernel", starts, T)
         decode_rows_kernel[(cdiv(T, tokens),)](
             starts, ends, out, T, max_len, offset, ROWS=rows_per_request, TOKENS=tokens, **launch_options()
         )
@@ -53,7 +55,7 @@ def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> 
     T, device = len(positions), positions.device
     out = EntryCounts(_long(T, device), torch.empty(T, dtype=torch.int32, device=device))
     if T:
-        tokens = _tiles("entry_counts_kernel", positions, T).tokens
+        tokens = _block("entry_counts_kernel", positions, T)
         entry_counts_kernel[(cdiv(T, tokens),)](
             positions, is_valid, out, T, topk, RATIO=ratio, TOKENS=tokens, **launch_options()
         )
@@ -68,7 +70,7 @@ def step_indices(
     check_step(positions, token_to_req, token_table, token_page, window, groups)
     T, device = len(positions), positions.device
     decodes = T if decode_tokens is None else decode_tokens
-    columns = _tiles("step_indices_kernel", positions, T, max([1, *(group.width for group in groups)])).columns
+    columns = _block("step_indices_kernel", positions, T, max([1, *(group.width for group in groups)]))
     tokens = TokenOutputs(_long(T, device), *_rows(decodes, window, device))
     outs, shapes, tasks = [], [], 1
     for group in groups:
@@ -104,13 +106,9 @@ def compute_global_topk_indices_and_lens(
     T, K = topk_indices.shape
     out, lens = _rows(T, K, topk_indices.device)
     if T:
-        entry_slots_kernel[(T,)](
-            *(topk_indices, topk_indices.stride(0), token_to_req, is_valid, _table(block_table), out, lens),
-            K=K,
-            N=block_size,
-            TILE=_tiles("entry_slots_kernel", out, T, K).columns,
-            **launch_options(),
-        )
+        columns = _block("entry_slots_kernel", out, T, K)
+        arguments = topk_indices, topk_indices.stride(0), token_to_req, is_valid, _table(block_table), out, lens
+        entry_slots_kernel[(T,)](*arguments, K=K, N=block_size, TILE=columns, **launch_options())
     return IndexRows(out, lens)
 
 
@@ -125,19 +123,19 @@ def combine_topk_swa_indices(
     width = 128 * cdiv(topk + window, 128)
     out, lens = _rows(T, width, topk_indices.device)
     if T:
-        tiles = _tiles("workspace_indices_kernel", out, T, width, c)
+        columns, requests = _block("workspace_indices_kernel", out, T, width), max(MIN_REQUESTS, next_power_of_2(c))
         workspace_indices_kernel[(T,)](
             WorkspaceRows(topk_indices, out, lens),
             *(topk_indices.stride(0), query_start_loc, seq_lens, gather_lens, is_valid, c, M, N),
-            SHAPE=WorkspaceShape(width, window, ratio, topk, tiles.columns, tiles.requests),
+            SHAPE=WorkspaceShape(width, window, ratio, topk, columns, requests),
             **launch_options(),
         )
     return IndexRows(out, lens)
 
 
-def _tiles(kernel: str, rows: Tensor, tokens: int, width: int = 1, requests: int = 1) -> IndexTiles:
-    """The tiles that a kernel's plan has."""
-    return INDICES.plan(IndexProblem(kernel, tokens, width, requests), gpu(rows.device)).config
+def _block(kernel: str, rows: Tensor, tokens: int, width: int = 1) -> int:
+    """Tokens or columns of one program, as a kernel's plan has them."""
+    return INDICES.plan(IndexProblem(kernel, tokens, width), gpu(rows.device)).config.size
 
 
 def _table(block_table: Tensor) -> BlockTable:

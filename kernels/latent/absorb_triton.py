@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.row_ops_triton import rotated_rows, round_to, row_block, row_cos_sin
+from deepseek_attn.kernels.latent.plan import AbsorbTiles
 from deepseek_attn.kernels.latent.weights_triton import (
     LatentWeightRows,
     WeightStrides,
@@ -52,20 +53,17 @@ class AbsorbShape:
     """Constants of both kernels: channels of a query's parts and of the latent, and tiles of them.
 
     Attributes:
-        NOPE_BLOCK: channels without rotation that are multiplied at once.
         WEIGHT: strides of the weight.
-        BLOCK_RANK, BLOCK_T, BLOCK_H: latent channels, tokens and heads of a program, see `plan.AbsorbTiles`.
+        TILES: the plan's; BLOCK_T: tokens of a program.
         NATIVE_FP8: the GPU converts FP8.
     """
 
     NOPE: int
-    NOPE_BLOCK: int
     ROPE: int
     RANK: int
     WEIGHT: WeightStrides
-    BLOCK_RANK: int
+    TILES: AbsorbTiles
     BLOCK_T: int
-    BLOCK_H: int
     NATIVE_FP8: bool
 
 
@@ -97,7 +95,7 @@ def absorb_head(program, token_block, rows, SHAPE: tl.constexpr, PDL: tl.constex
     """
     RANK: tl.constexpr = SHAPE.RANK
     BLOCK_T: tl.constexpr = SHAPE.BLOCK_T
-    BLOCK_RANK: tl.constexpr = SHAPE.BLOCK_RANK
+    BLOCK_RANK: tl.constexpr = SHAPE.TILES.rank
     BLOCKS: tl.constexpr = (RANK + BLOCK_RANK - 1) // BLOCK_RANK
     WEIGHT: tl.constexpr = SHAPE.WEIGHT
     DTYPE: tl.constexpr = rows.q.dtype.element_ty
@@ -105,7 +103,8 @@ def absorb_head(program, token_block, rows, SHAPE: tl.constexpr, PDL: tl.constex
     block = program % BLOCKS
     latent = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
     NOPE: tl.constexpr = SHAPE.NOPE
-    NOPE_BLOCK: tl.constexpr = SHAPE.NOPE_BLOCK
+    # channels that are multiplied at once: those of an FP8 weight that share a scale, or all
+    NOPE_BLOCK: tl.constexpr = 128 if rows.weight.scale is not None else max(16, triton.next_power_of_2(NOPE))
     # the weight depends on no kernel: it is loaded while the kernel before this one still runs
     weights = ()
     for start in tl.static_range(0, NOPE, NOPE_BLOCK):
@@ -155,7 +154,8 @@ def absorb_queries_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
 @triton.jit
 def rotate_queries_kernel(rows, SHAPE: tl.constexpr, PADDED: tl.constexpr):
     """Grid ``(tokens, blocks of heads)``: all but the products; ``PADDED``: there are heads to be filled with zeros."""
-    head = tl.program_id(1) * SHAPE.BLOCK_H + tl.arange(0, SHAPE.BLOCK_H)
+    BLOCK_H: tl.constexpr = SHAPE.TILES.heads
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     t = tl.program_id(0) + tl.zeros_like(head)
     _rotate(rows, t, head, t >= 0, SHAPE)
     if PADDED:
@@ -163,8 +163,7 @@ def rotate_queries_kernel(rows, SHAPE: tl.constexpr, PADDED: tl.constexpr):
         padding = ((head >= rows.heads) & (head < rows.padded_heads))[:, None]
         out = rows.out + t.to(tl.int64) * rows.out_stride + head * rows.out_head_stride
         RANK: tl.constexpr = SHAPE.RANK
-        BLOCK_H: tl.constexpr = SHAPE.BLOCK_H
-        BLOCK_RANK: tl.constexpr = SHAPE.BLOCK_RANK
+        BLOCK_RANK: tl.constexpr = SHAPE.TILES.rank
         zeros = tl.zeros((BLOCK_H, BLOCK_RANK), rows.out.dtype.element_ty)
         for start in tl.static_range(0, RANK, BLOCK_RANK):
             latent = start + tl.arange(0, BLOCK_RANK)

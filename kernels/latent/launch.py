@@ -7,10 +7,9 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
-from deepseek_attn.kernels.common.plans import SharedLaunch, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.common.plans import SharedLaunch, cdiv, launch_options
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
 from deepseek_attn.kernels.common.rows import check_rotation, fp8_rows
-from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.latent.absorb_triton import (
     AbsorbArguments,
     AbsorbShape,
@@ -34,13 +33,9 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
         return out
     # cuBLAS writes the latent channels of the result's rows, and the rotation fills their other channels
     (heads, nope, rank), warps = queries.weight.shape, plan.rotation.config.warps
-    _multiply_heads(
-        queries.q.unflatten(-1, (heads, -1))[..., :nope],
-        dequantize_weight(queries.weight, out.dtype, plan),
-        out[:, :heads, :rank],
-        plan,
-    )
-    rotate_queries_kernel[(len(out), cdiv(out.shape[1], shape.BLOCK_H))](
+    plain, q = dequantize_weight(queries.weight, out.dtype, plan), queries.q.unflatten(-1, (heads, -1))
+    _multiply_heads(q[..., :nope], plain, out[:, :heads, :rank], plan)
+    rotate_queries_kernel[(len(out), cdiv(out.shape[1], shape.TILES.heads))](
         rows, SHAPE=shape, PADDED=out.shape[1] > heads, **launch_options(warps)
     )
     return out
@@ -63,17 +58,7 @@ def absorb_launch(queries: LatentQueries) -> SharedLaunch:
         out, out.stride(0), out.stride(1), T, heads, padded_heads,
     )  # fmt: skip
     tiles = (plan.rotation or plan.product).config
-    shape = AbsorbShape(
-        NOPE=nope,
-        NOPE_BLOCK=max(16, next_power_of_2(nope)) if weight.scale is None else WEIGHT_BLOCK,
-        ROPE=rope,
-        RANK=rank,
-        WEIGHT=_strides(weight),
-        BLOCK_RANK=tiles.rank,
-        BLOCK_T=plan.tokens,
-        BLOCK_H=tiles.heads,
-        NATIVE_FP8=plan.product.native_fp8,
-    )
+    shape = AbsorbShape(nope, rope, rank, _strides(weight), tiles, plan.tokens, plan.product.native_fp8)
     grid = padded_heads * cdiv(rank, tiles.rank), cdiv(T, plan.tokens)
     return SharedLaunch(plan, rows, shape, out, grid)
 
@@ -95,18 +80,7 @@ def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | No
     rows = ValueArguments(
         latents, latents.stride(0), latents.stride(1), _stored(weight), out, out.stride(0), T, fp8_rows(buffers)
     )
-    shape = ValueShape(
-        V=dim,
-        BLOCK_V=tiles.values,
-        RANK=rank,
-        WEIGHT=_strides(weight),
-        BLOCK_RANK=tiles.rank,
-        BLOCK_T=plan.tokens,
-        EARLY=min(tiles.early_blocks, cdiv(rank, tiles.rank)),
-        STAGES=tiles.stages,
-        POW2=pow2_scales is True,
-        NATIVE_FP8=plan.product.native_fp8,
-    )
+    shape = ValueShape(dim, rank, _strides(weight), tiles, plan.tokens, pow2_scales is True, plan.product.native_fp8)
     project_values_kernel[(heads * cdiv(dim, tiles.values), cdiv(T, plan.tokens))](
         rows, SHAPE=shape, num_stages=tiles.stages, **plan.product.options
     )
@@ -125,15 +99,9 @@ def dequantize_weight(weight: LatentWeight, dtype: torch.dtype, plan: LatentPlan
         return weight.rows
     heads, height, rank = weight.shape
     out = torch.empty(weight.shape, dtype=dtype, device=weight.rows.device)
+    options = {"NATIVE_FP8": plan.product.native_fp8, **launch_options(plan.dequantize.config.warps)}
     latent_dequantize_kernel[(heads, height // WEIGHT_BLOCK, rank // WEIGHT_BLOCK)](
-        _stored(weight),
-        out,
-        HEIGHT=height,
-        RANK=rank,
-        WEIGHT=_strides(weight),
-        DTYPE=TRITON_DTYPES[dtype],
-        NATIVE_FP8=plan.product.native_fp8,
-        **launch_options(plan.dequantize.config.warps),
+        _stored(weight), out, HEIGHT=height, RANK=rank, WEIGHT=_strides(weight), **options
     )
     return out
 

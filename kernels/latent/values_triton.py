@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.row_ops_triton import Fp8Rows, round_to, store_fp8_groups
+from deepseek_attn.kernels.latent.plan import ValueTiles
 from deepseek_attn.kernels.latent.weights_triton import (
     LatentWeightRows,
     WeightStrides,
@@ -43,24 +44,20 @@ class ValueArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueShape:
-    """Constants of `project_values_kernel`: channels of a value and of a latent, tiles of channels and of tokens.
+    """Constants of `project_values_kernel`: channels of a value and of a latent.
 
     Attributes:
         WEIGHT: strides of the weight.
-        EARLY: blocks of latent channels whose weights are loaded before the previous kernel has ended.
-        STAGES: of the pipeline that loads the later blocks.
+        TILES: the plan's; BLOCK_T: tokens of a program.
         POW2: scales of the FP8 copy are powers of two.
         NATIVE_FP8: the GPU has instructions that convert FP8.
     """
 
     V: int
-    BLOCK_V: int
     RANK: int
     WEIGHT: WeightStrides
-    BLOCK_RANK: int
+    TILES: ValueTiles
     BLOCK_T: int
-    EARLY: int
-    STAGES: int
     POW2: bool
     NATIVE_FP8: bool
 
@@ -78,8 +75,8 @@ def _plain(w, rows, head, start, SHAPE: tl.constexpr):
     """`_weights` from latent channel ``start`` on, as factors of a product."""
     if rows.weight.scale is not None:
         WEIGHT: tl.constexpr = SHAPE.WEIGHT
-        block = tl.program_id(0) % ((SHAPE.V + SHAPE.BLOCK_V - 1) // SHAPE.BLOCK_V)
-        scale = block_scale(rows.weight, head, block * SHAPE.BLOCK_V, start, head >= 0, WEIGHT)
+        block = tl.program_id(0) % ((SHAPE.V + SHAPE.TILES.values - 1) // SHAPE.TILES.values)
+        scale = block_scale(rows.weight, head, block * SHAPE.TILES.values, start, head >= 0, WEIGHT)
         return dequantized(w, scale, rows.latents.dtype.element_ty, SHAPE.NATIVE_FP8)
     else:
         return factor_of(w, rows.latents.dtype.element_ty)
@@ -103,10 +100,10 @@ def project_values_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()  # the next kernel may start; it waits before it reads the values
     BLOCK_T: tl.constexpr = SHAPE.BLOCK_T
-    BLOCK_RANK: tl.constexpr = SHAPE.BLOCK_RANK
+    BLOCK_RANK: tl.constexpr = SHAPE.TILES.rank
     V: tl.constexpr = SHAPE.V
-    BLOCK_V: tl.constexpr = SHAPE.BLOCK_V
-    EARLY: tl.constexpr = SHAPE.EARLY
+    BLOCK_V: tl.constexpr = SHAPE.TILES.values
+    EARLY: tl.constexpr = min(SHAPE.TILES.early_blocks, (SHAPE.RANK + BLOCK_RANK - 1) // BLOCK_RANK)
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
     value = tl.program_id(0) % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -130,7 +127,7 @@ def project_values_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     for i in tl.static_range(EARLY):
         acc = _add_product(acc, early[i], _latents(x_row, inside, i * BLOCK_RANK + lane, SHAPE))
     # later blocks pass through shared memory, STAGES blocks ahead of their product
-    for start in tl.range(EARLY * BLOCK_RANK, SHAPE.RANK, BLOCK_RANK, num_stages=SHAPE.STAGES):
+    for start in tl.range(EARLY * BLOCK_RANK, SHAPE.RANK, BLOCK_RANK, num_stages=SHAPE.TILES.stages):
         w = _plain(_weights(rows, head, value, start + lane, SHAPE), rows, head, start, SHAPE)
         acc = _add_product(acc, w, _latents(x_row, inside, start + lane, SHAPE))
     DTYPE: tl.constexpr = rows.out.dtype.element_ty

@@ -69,10 +69,10 @@ def dequantized(w, scale, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def latent_dequantize_kernel(
-    weight, out, HEIGHT: tl.constexpr, RANK: tl.constexpr, WEIGHT: tl.constexpr, DTYPE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    weight, out, HEIGHT: tl.constexpr, RANK: tl.constexpr, WEIGHT: tl.constexpr, NATIVE_FP8: tl.constexpr
 ):  # fmt: skip
     """Grid ``(heads, blocks of rows, blocks of channels)``: a block with one scale, into a contiguous ``out``."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * 128 + tl.arange(0, 128)
     channel = tl.program_id(2) * 128 + tl.arange(0, 128)
