@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 try:
-    from transformers import DeepseekV3Config, DeepseekV4Config, PretrainedConfig
-    from transformers import DeepseekV32Config as TransformersV32Config
+    from transformers import (
+        DeepseekV3Config,
+        DeepseekV4Config,
+        DeepseekV32Config as TransformersV32Config,
+        PretrainedConfig,
+    )
 except ImportError as error:
     raise ImportError("TransformersLayer needs transformers 5.17 or later: pip install transformers") from error
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Regex, normalizers
-from tokenizers import Tokenizer as Backend
+from tokenizers import Regex, Tokenizer as Backend, normalizers
 
 from deepseek_attn.text.tokenizer import REPLACEMENT, TOKENIZER_FILE, Tokenizer, panics_as_errors
 

@@ -14,8 +14,7 @@ from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.raw_queries import RawQueries
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.attention import launch as triton_ops
-    from deepseek_attn.kernels.attention import reference as torch_ops
+    from deepseek_attn.kernels.attention import launch as triton_ops, reference as torch_ops
 else:
     triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 

@@ -11,8 +11,7 @@ from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.engram.types import TableRows
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.engram import launch as triton_ops
-    from deepseek_attn.kernels.engram import reference as torch_ops
+    from deepseek_attn.kernels.engram import launch as triton_ops, reference as torch_ops
 else:
     triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 

@@ -20,8 +20,7 @@ from deepseek_attn.kernels.indexer.types import (
 from deepseek_attn.kernels.latent.types import LatentQueries
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.indexer import launch as triton_ops
-    from deepseek_attn.kernels.indexer import reference as torch_ops
+    from deepseek_attn.kernels.indexer import launch as triton_ops, reference as torch_ops
 else:
     triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 

@@ -22,8 +22,7 @@ from deepseek_attn.kernels.insert.types import (
 )
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.insert import launch as triton_ops
-    from deepseek_attn.kernels.insert import reference as torch_ops
+    from deepseek_attn.kernels.insert import launch as triton_ops, reference as torch_ops
 else:
     triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 

@@ -16,8 +16,7 @@ from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.latent.types import LatentQueries, LatentWeight, ProjectedValues
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.latent import launch as triton_ops
-    from deepseek_attn.kernels.latent import reference as torch_ops
+    from deepseek_attn.kernels.latent import launch as triton_ops, reference as torch_ops
 else:
     triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 

@@ -20,8 +20,7 @@ from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.formats import FP8_GROUPS, Segment
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.linear import launch as triton_ops
-    from deepseek_attn.kernels.linear import reference as torch_ops
+    from deepseek_attn.kernels.linear import launch as triton_ops, reference as torch_ops
 else:
     triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 

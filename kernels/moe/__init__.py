@@ -22,8 +22,7 @@ from deepseek_attn.kernels.moe.types import (
 )
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.moe import launch as triton_ops
-    from deepseek_attn.kernels.moe import reference as torch_ops
+    from deepseek_attn.kernels.moe import launch as triton_ops, reference as torch_ops
 else:
     triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 

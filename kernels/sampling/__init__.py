@@ -11,8 +11,7 @@ from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 
 if TYPE_CHECKING:
-    from deepseek_attn.kernels.sampling import launch as triton_ops
-    from deepseek_attn.kernels.sampling import reference as torch_ops
+    from deepseek_attn.kernels.sampling import launch as triton_ops, reference as torch_ops
 else:
     triton_ops, torch_ops = LazyModule(__name__, "launch"), LazyModule(__name__, "reference")
 

@@ -11,8 +11,7 @@ import pytest
 from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import Terminated, main, make_parser
-from deepseek_attn.engine.llm import LLM as Model
-from deepseek_attn.engine.llm import TextStream
+from deepseek_attn.engine.llm import LLM as Model, TextStream
 from deepseek_attn.engine.request import Request
 from deepseek_attn.text.chat import encode_messages
 from tests.support.exit_codes import exit_code

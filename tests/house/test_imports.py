@@ -522,8 +522,7 @@ def test_a_command_imports_its_own_module_alone():
 def test_public_names_of_the_laboratory():
     """``deepseek_attn.inspect`` and ``deepseek_attn.training`` are the paths that the pages name."""
     from deepseek_attn import inspect, training
-    from deepseek_attn.lab import inspect as own_inspect
-    from deepseek_attn.lab import training as own_training
+    from deepseek_attn.lab import inspect as own_inspect, training as own_training
 
     for public, own in ((inspect, own_inspect), (training, own_training)):
         assert public.__all__ == own.__all__

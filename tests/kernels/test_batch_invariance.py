@@ -17,18 +17,14 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.cache.records import make_index_record, make_kv_record
-from deepseek_attn.kernels.attention import PagedKeys
-from deepseek_attn.kernels.attention import launch as attend
+from deepseek_attn.kernels.attention import PagedKeys, launch as attend
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import ROW_TILE, batch_invariant, batch_invariant_ops, in_row_tiles
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.hyper_connection import launch as hyper_connection
-from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedIndexKeys
-from deepseek_attn.kernels.indexer import launch as indexer_launch
-from deepseek_attn.kernels.latent import LatentQueries, LatentWeight
-from deepseek_attn.kernels.latent import launch as latent
-from deepseek_attn.kernels.linear import Segment
-from deepseek_attn.kernels.linear import launch as linear
+from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedIndexKeys, launch as indexer_launch
+from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, launch as latent
+from deepseek_attn.kernels.linear import Segment, launch as linear
 from deepseek_attn.kernels.moe import launch as moe
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import CAPABILITIES

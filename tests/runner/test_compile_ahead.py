@@ -37,8 +37,7 @@ from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.runner import ModelRunner
-from deepseek_attn.runner.ahead import compilation as ahead
-from deepseek_attn.runner.ahead import pool
+from deepseek_attn.runner.ahead import compilation as ahead, pool
 from deepseek_attn.runner.ahead.compilation import Compilation, compiling_ahead, launching
 from deepseek_attn.runner.ahead.recording import (
     _Target,

@@ -23,8 +23,7 @@ from deepseek_attn.models import host_experts
 from deepseek_attn.models.expert_rows import ExpertFormat, cached_experts
 from deepseek_attn.models.host_experts import AHEAD_COPIES, ExpertRows
 from deepseek_attn.models.moe import Gate, MoE
-from deepseek_attn.runner import ModelRunner
-from deepseek_attn.runner import host_experts as held_rows
+from deepseek_attn.runner import ModelRunner, host_experts as held_rows
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from tests.kernels.moe.moe_cases import make_case
 from tests.support.drafts import complete

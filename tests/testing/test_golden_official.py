@@ -21,8 +21,7 @@ from deepseek_attn.testing.reference import layer_reference
 from tests.support.oracle_dense import DenseOracle
 from tests.support.oracle_official import OfficialV4Layer, OfficialV32Layer, QuantizedLinears
 from tests.support.v41_cases import oracle_of
-from tests.testing.test_golden import decode_68, decode_132, decode_288, decode_584, decode_656, e8m0
-from tests.testing.test_golden import fp8 as e4m3
+from tests.testing.test_golden import decode_68, decode_132, decode_288, decode_584, decode_656, e8m0, fp8 as e4m3
 
 NUMERICS = "official_float32"
 RIGHT = 1e-4  # error of most rows: none of their values is next to a boundary

@@ -11,8 +11,7 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.testing import __file__ as testing_file
-from deepseek_attn.testing import layer_reference, relative_error
+from deepseek_attn.testing import __file__ as testing_file, layer_reference, relative_error
 from deepseek_attn.testing.random_layer import NAN_BYTE
 from deepseek_attn.testing.transformers_layer import TransformersLayer
 from tests.house.test_imports import MODULES, imported_with

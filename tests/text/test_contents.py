@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer, decoders, models, normalizers, pre_tokenizers
 
 from deepseek_attn.data import SMALL_CHECKPOINT
 from deepseek_attn.text.chat import Version, build_prompt, encode_messages, reply_start

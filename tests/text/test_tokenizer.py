@@ -8,8 +8,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
-from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import AddedToken, Tokenizer as RawTokenizer, decoders, models, pre_tokenizers, processors
 
 from deepseek_attn.text.chat import build_prompt, encode_messages
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer

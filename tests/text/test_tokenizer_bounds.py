@@ -7,8 +7,7 @@ import json
 import pytest
 from tokenizers.decoders import DecodeStream
 
-from deepseek_attn.text import template_process
-from deepseek_attn.text import tokenizer as tokenizer_module
+from deepseek_attn.text import template_process, tokenizer as tokenizer_module
 from deepseek_attn.text.chat import build_prompt
 from deepseek_attn.text.token_numbers import number_tokens
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer

@@ -11,8 +11,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from deepseek_attn.cache.records import Fp8DsMlaRecord, PlainRecord
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
-from deepseek_attn.kernels.attention import PagedKeys
-from deepseek_attn.kernels.attention import launch as attend
+from deepseek_attn.kernels.attention import PagedKeys, launch as attend
 from deepseek_attn.kernels.attention.attend_triton import pieces
 from deepseek_attn.kernels.attention.plan import AttendProblem, plan_attend
 from deepseek_attn.kernels.common.device import GPU

@@ -201,8 +201,7 @@ def test_with_the_heads_of_the_layer_in_one_launch(kernel, device, fmt, T):
 )
 def test_with_the_latent_queries_of_the_layer(request, device, triton, fp8, T):
     """Few tokens in one launch, many in several: equal to the bit to what either op returns alone."""
-    from deepseek_attn.kernels.latent import LatentQueries, LatentWeight
-    from deepseek_attn.kernels.latent import reference as latent
+    from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, reference as latent
 
     op, absorb, index_query = reference.latent_queries, latent.absorb_queries, reference.index_query
     if triton:

@@ -11,9 +11,11 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
 from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedIndexKeys
 from deepseek_attn.kernels.indexer.plan import SCORES, ScoresConfig, ScoresProblem, decode_tokens
-from deepseek_attn.kernels.indexer.reference import index_query
-from deepseek_attn.kernels.indexer.reference import index_select as reference_select
-from deepseek_attn.kernels.indexer.reference import paged_index_scores as reference_scores
+from deepseek_attn.kernels.indexer.reference import (
+    index_query,
+    index_select as reference_select,
+    paged_index_scores as reference_scores,
+)
 
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -276,8 +276,7 @@ def test_replays_of_a_graph(gpu, M):
 @pytest.mark.parametrize(("H", "groups", "rank"), [(16, 4, 256), (6, 3, 130)])
 def test_heads_that_are_quantised_already(device, M, H, groups, rank):
     """The same bits as from the heads, quantised output included; in plain torch as close as a rounding of it."""
-    from deepseek_attn.kernels.linear import grouped_linear as op
-    from deepseek_attn.kernels.linear import grouped_linear_of_quantized, quantize_input
+    from deepseek_attn.kernels.linear import grouped_linear as op, grouped_linear_of_quantized, quantize_input
 
     with device:
         o, positions, cos_sin = torch.randn(M, H, 512).to(BF16), torch.zeros(M, dtype=torch.int64), torch.ones(1, 64)

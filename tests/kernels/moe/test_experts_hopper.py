@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.device import gpu as gpu_of
+from deepseek_attn.kernels.common.device import GPU, gpu as gpu_of
 from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
 from deepseek_attn.kernels.common.quant import E2M1, ROW_SPAN, InputFormat
 from deepseek_attn.kernels.moe import ExpertStack, plan, reference
@@ -21,8 +20,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from triton import cdiv
 
 from deepseek_attn.kernels.common import fp4_hopper
-from deepseek_attn.kernels.moe import experts_hopper, experts_hopper_weights, launch_hopper
-from deepseek_attn.kernels.moe import launch as moe
+from deepseek_attn.kernels.moe import experts_hopper, experts_hopper_weights, launch as moe, launch_hopper
 from deepseek_attn.kernels.moe.plan import HOPPER, PRODUCTS
 from deepseek_attn.kernels.moe.problem import ExpertsProblem, HopperExpertTiles
 from deepseek_attn.kernels.moe.types import ExpertsPass

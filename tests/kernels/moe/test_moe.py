@@ -6,8 +6,7 @@ import re
 import pytest
 import torch
 
-from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.device import gpu as gpu_of
+from deepseek_attn.kernels.common.device import GPU, gpu as gpu_of
 from deepseek_attn.kernels.common.plans import ANY, Choice, LaunchBlock, Row, forced_row
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.moe import ExpertStack, plan, reference
@@ -20,8 +19,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.moe import experts_triton as moe_kernels
-from deepseek_attn.kernels.moe import launch as moe
+from deepseek_attn.kernels.moe import experts_triton as moe_kernels, launch as moe
 from tests.kernels.compiled_launches import compiled_ops, on_gpus
 from tests.support.typed import required, untyped
 

@@ -7,8 +7,7 @@ import torch
 from deepseek_attn.cache.layout import entries_per_page
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp8Record, PlainRecord, Record
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
-from deepseek_attn.kernels.indices import EntryGroup
-from deepseek_attn.kernels.indices import reference as indices
+from deepseek_attn.kernels.indices import EntryGroup, reference as indices
 from deepseek_attn.kernels.insert import CacheRows, CompressBatch, CompressPart, RawQueries, TokenRows, reference
 from deepseek_attn.lab.bench.cases.case import OpCase
 

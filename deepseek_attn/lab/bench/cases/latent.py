@@ -6,8 +6,7 @@ import torch
 
 from deepseek_attn.cache.records import IndexFp8Record
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
-from deepseek_attn.kernels.insert import CacheRows, TokenRows, insert_latents
-from deepseek_attn.kernels.insert import reference as insert_reference
+from deepseek_attn.kernels.insert import CacheRows, TokenRows, insert_latents, reference as insert_reference
 from deepseek_attn.kernels.insert.types import IndexKeyRows
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, absorb_queries, project_values, reference
 from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK
