@@ -180,7 +180,6 @@ ATTEND = Table(
         Row(~small, "attend_hopper_kernel", HOPPER_TILES, LAYERS),
         Row(WIDE & ~MANY_HEADS, "attend_kernel", AttendTiles(16, 32, 8, 1)),
         Row(WIDE, "attend_kernel", AttendTiles(64, 64, 8, 1, 128), TUNED_V32),
-        Row(ONE & up_to("width", 192), "attend_kernel", AttendTiles(16, 16, 4, 2, 128), LAYERS),
         Row(ONE & small & up_to("width", 640), "attend_kernel", AttendTiles(16, 32, 8, 1, 128), LAYERS),
         Row(small, "attend_kernel", AttendTiles(16, 64, 8, 2, 128), LAYERS),
         Row(~MANY_HEADS, "attend_kernel", AttendTiles(16, 64, 4, 2)),

@@ -116,7 +116,7 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> SharedLaunch:
     check("q", q, (T, dim * H))
     out = torch.empty(T, H, dim, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
     out_weights = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    plan = QUERIES.plan(IndexQueryProblem(T, dim, batch_invariant(), kernel), gpu(q.device))
+    plan = QUERIES.plan(IndexQueryProblem(T, dim, kernel=kernel), gpu(q.device))
     args = IndexQueryArgs(
         q, weights, cos_sin, rows.positions, out if fmt == "plain" else out.view(torch.uint8), out_weights, rows.scale,
         len(cos_sin), q.stride(0), weights.stride(0),

@@ -19,7 +19,6 @@ from deepseek_attn.kernels.common.plans import (
     has,
     next_power_of_2,
     one_kernel,
-    up_to,
 )
 from deepseek_attn.kernels.indexer.types import HOPPER_HEADS, HOPPER_KEYS, HOPPER_TOKENS, TRITON_HEAD_DIM
 
@@ -282,10 +281,6 @@ QUERY_KERNELS = {
 QUERIES: Table[IndexQueryProblem] = Table(
     "indexer.queries",
     {kernel: equals("kernel", kernel) for kernel in QUERY_KERNELS},
-    [
-        # heads of one program, and warps as in `absorb_launch`, since the layer's heads are in the launch
-        Row(when, kernel, LaunchBlock(heads, 4), source)
-        for when, heads in ((up_to("planned_rows", 63), 16), (ANY, 32))
-        for kernel, source in QUERY_KERNELS.items()
-    ],
+    # heads of one program, and warps as in `absorb_launch`, since the layer's heads are in the launch
+    [Row(ANY, kernel, LaunchBlock(16, 4), source) for kernel, source in QUERY_KERNELS.items()],
 )

@@ -65,7 +65,7 @@ STATED = {
     "indexer.candidate_scores": [ScoresProblem(4, 1, 16384, 64, 128, "fp8", exact) for exact in (False, True)],
     "indexer.blocks": [RowsProblem(4, 512)],
     "indexer.candidate_entries": [RowsProblem(4, 512)],
-    "indexer.queries": [IndexQueryProblem(tokens) for tokens in (1, 64)],  # training, impls
+    "indexer.queries": [IndexQueryProblem(1)],  # training, impls
     "indices.index": [IndexProblem("entry_slots_kernel", 4, 512)],  # impls on FlashMLA
 }
 """Problems by the name of a table, of which the steps below have none."""
