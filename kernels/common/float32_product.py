@@ -60,18 +60,7 @@ def float32_product(
     float32_product_kernel[(cdiv(N, tiles.columns), cdiv(T, tiles.rows), made.partials)](
         ProductArguments(x, weight, sums, x.stride(0)),
         T,
-        CONFIG=ProductConfig(
-            N=N,
-            K=K,
-            COLUMNS=sums.shape[2],
-            SPLIT=split,
-            INNER=made.inner,
-            GROUPS=made.groups,
-            PRESPLIT=made.presplit,
-            BLOCK_T=tiles.rows,
-            BLOCK_N=tiles.columns,
-            BLOCK_K=64 if x.dtype == torch.bfloat16 else 32,
-        ),
+        CONFIG=ProductConfig(N, K, sums.shape[2], split, made.inner, made.groups, made.presplit, tiles),
         num_stages=tiles.stages,
         **made.product.options,
     )

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deepseek_attn.kernels.common.float32_product_plan import Float32ProductTiles
+
 
 class ProductArguments(NamedTuple):
     """Runtime arguments of `float32_product_kernel`.
@@ -37,7 +39,7 @@ class ProductConfig:
         N, K: rows and channels of the weight; COLUMNS: of the sums, ``N``, or ``N + 1`` with the sum of squares of x.
         SPLIT: channels of a split; a program adds up ``GROUPS`` groups of ``INNER`` splits.
         PRESPLIT: the weight comes as three terms.
-        BLOCK_T, BLOCK_N, BLOCK_K: rows and columns of a program, and channels that it multiplies at once.
+        TILES: `Float32ProductTiles`.
     """
 
     N: int
@@ -47,9 +49,7 @@ class ProductConfig:
     INNER: int
     GROUPS: int
     PRESPLIT: bool
-    BLOCK_T: int
-    BLOCK_N: int
-    BLOCK_K: int
+    TILES: Float32ProductTiles
 
 
 @triton.jit
@@ -87,9 +87,9 @@ def float32_product_kernel(arguments, T, CONFIG: tl.constexpr, PDL: tl.constexpr
     INNER: tl.constexpr = CONFIG.INNER
     GROUPS: tl.constexpr = CONFIG.GROUPS
     PRESPLIT: tl.constexpr = CONFIG.PRESPLIT
-    BLOCK_T: tl.constexpr = CONFIG.BLOCK_T
-    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    BLOCK_K: tl.constexpr = CONFIG.BLOCK_K
+    BLOCK_T: tl.constexpr = CONFIG.TILES.rows
+    BLOCK_N: tl.constexpr = CONFIG.TILES.columns
+    BLOCK_K: tl.constexpr = 64 if arguments.x.dtype.element_ty == tl.bfloat16 else 32
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     split = tl.program_id(2)

@@ -34,23 +34,6 @@ class StreamUpdate(NamedTuple):
     new: Any
 
 
-@dataclass(frozen=True)
-class MixConfig:
-    """Constants of `hc_mix_kernel`.
-
-    Attributes:
-        D, M: channels of a stream, and streams; ROWS: of ``fn``; COLUMNS: a power of two, at least ``ROWS + 1``.
-        TOKENS, BLOCK: of a program: tokens, and channels of each of their streams.
-    """
-
-    D: int
-    M: int
-    ROWS: int
-    COLUMNS: int
-    TOKENS: int
-    BLOCK: int
-
-
 class CollapseArguments(NamedTuple):
     """Runtime arguments of `hc_collapse_kernel`; all contiguous.
 
@@ -83,8 +66,7 @@ class CollapseConfig:
     """Constants of `hc_collapse_kernel`.
 
     Attributes:
-        D, M: channels of a stream, and streams; D_PADDED: a power of two, at least ``D``.
-        ROWS: of ``fn``; COLUMNS: a power of two, at least ``ROWS + 1``.
+        D, M: channels of a stream, and streams; ROWS: of ``fn``.
         SPLITS_PADDED: a power of two, at least the number of partial sums.
         ITERATIONS: Sinkhorn rounds; 0: no post and comb.
         TOKENS: of a program that computes post and comb.
@@ -92,9 +74,7 @@ class CollapseConfig:
 
     D: int
     M: int
-    D_PADDED: int
     ROWS: int
-    COLUMNS: int
     SPLITS_PADDED: int
     ITERATIONS: int
     TOKENS: int
@@ -129,18 +109,21 @@ def hc_post_kernel(update, D: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["T"])
-def hc_mix_kernel(update, fn_ptr, sums_ptr, T, CONFIG: tl.constexpr, PDL: tl.constexpr):
+def hc_mix_kernel(
+    update, fn_ptr, sums_ptr, T, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Program ``(split, tokens)``: sums over its channels of the product with ``fn``, and of squares.
 
     For few tokens: ``fn`` is read before the previous kernel has ended, and multiplied in float32 without tensor
     cores. With ``update.y`` the streams are updated first, and written to ``update.new``.
+
+    Args:
+        D, M: channels of a stream, and streams; ROWS: of ``fn``; TILES: `MixTiles`.
     """
-    D: tl.constexpr = CONFIG.D
-    M: tl.constexpr = CONFIG.M
-    ROWS: tl.constexpr = CONFIG.ROWS
-    COLUMNS: tl.constexpr = CONFIG.COLUMNS
-    TOKENS: tl.constexpr = CONFIG.TOKENS
-    BLOCK: tl.constexpr = CONFIG.BLOCK
+    COLUMNS: tl.constexpr = triton.next_power_of_2(ROWS + 1)
+    TOKENS: tl.constexpr = TILES.tokens
+    BLOCK: tl.constexpr = TILES.channels
     split = tl.program_id(0)
     channel = split * BLOCK + tl.arange(0, BLOCK)
     inside = channel < D
@@ -182,8 +165,9 @@ def _rms_scale(squares, WIDTH: tl.constexpr, eps):
 
 @triton.jit
 def _logits(args, t, T, splits, CONFIG: tl.constexpr):
-    """``fn @ rms_norm(streams)`` of token ``t``, ``[COLUMNS]``: the partial sums, added up and scaled."""
-    split, column = tl.arange(0, CONFIG.SPLITS_PADDED), tl.arange(0, CONFIG.COLUMNS)
+    """``fn @ rms_norm(streams)`` of token ``t``, padded to a power of two: the partial sums, added up and scaled."""
+    COLUMNS: tl.constexpr = triton.next_power_of_2(CONFIG.ROWS + 1)
+    split, column = tl.arange(0, CONFIG.SPLITS_PADDED), tl.arange(0, COLUMNS)
     at = (split.to(tl.int64) * T + t)[:, None] * (CONFIG.ROWS + 1) + column[None, :]
     inside = (split < splits)[:, None] & (column <= CONFIG.ROWS)[None, :]
     sums = tl.sum(tl.load(args.sums + at, mask=inside, other=0), 0)
@@ -317,7 +301,7 @@ def hc_collapse_kernel(args, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr)
     number of partial sums, is not a constant, because a constant would make a kernel for every number.
     """
     D: tl.constexpr = CONFIG.D
-    D_PADDED: tl.constexpr = CONFIG.D_PADDED
+    D_PADDED: tl.constexpr = triton.next_power_of_2(D)
     M: tl.constexpr = CONFIG.M
     program = tl.program_id(0)
     balancing = tl.num_programs(0) - T
@@ -331,7 +315,8 @@ def hc_collapse_kernel(args, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr)
     inside = channel < D
     # weights first: no kernel of a step writes them
     if args.weights is None:
-        column = tl.arange(0, CONFIG.COLUMNS)
+        COLUMNS: tl.constexpr = triton.next_power_of_2(CONFIG.ROWS + 1)
+        column = tl.arange(0, COLUMNS)
         base, scale = tl.load(args.base + column, mask=column < M, other=0), tl.load(args.scale)
     if args.norm is not None:
         weight = tl.load(args.norm + channel, mask=inside, other=0)

@@ -13,7 +13,6 @@ from deepseek_attn.kernels.common.plans import Choice, cdiv, next_power_of_2, pd
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     CollapseArguments,
     CollapseConfig,
-    MixConfig,
     StreamUpdate,
     hc_collapse_kernel,
     hc_mix_kernel,
@@ -92,7 +91,7 @@ def launch(
     _check(streams.streams if isinstance(streams, SublayerOutput) else streams, hc, pre)
     update = _update(streams)
     made = plan(_problem(update.streams, update.y is not None), gpu(update.streams.device))
-    if made.update is not None and made.update.kernel == "hc_post_kernel":
+    if made.update is not None:
         new = _launch_post(made.update, update).new
         update = StreamUpdate(None, new, None, None, None)
     T, m, D = update.streams.shape
@@ -135,12 +134,7 @@ def _launch_mix(plan: Choice, update: StreamUpdate, fn: Tensor) -> Tensor:
     sums = torch.empty(splits, T, rows + 1, dtype=torch.float32, device=fn.device)
     if T:
         hc_mix_kernel[(splits, cdiv(T, tiles.tokens))](
-            update,
-            fn,
-            sums,
-            T,
-            CONFIG=MixConfig(D, m, rows, next_power_of_2(rows + 1), tiles.tokens, tiles.channels),
-            **pdl_options(4, plan.pdl),
+            *(update, fn, sums, T), D=D, M=m, ROWS=rows, TILES=tiles, **pdl_options(4, plan.pdl)
         )
     return sums
 
@@ -155,16 +149,7 @@ def _launch_collapse(plan: Choice, args: CollapseArguments, iterations: int) -> 
         args,
         T,
         splits,
-        CONFIG=CollapseConfig(
-            D=D,
-            M=m,
-            D_PADDED=next_power_of_2(D),
-            ROWS=rows,
-            COLUMNS=next_power_of_2(rows + 1),
-            SPLITS_PADDED=next_power_of_2(splits),
-            ITERATIONS=iterations,
-            TOKENS=tokens,
-        ),
+        CONFIG=CollapseConfig(D, m, rows, next_power_of_2(splits), iterations, tokens),
         **plan.options,
     )
 

@@ -40,10 +40,15 @@ class StreamsProblem:
 
 @dataclass(frozen=True)
 class MixTiles:
-    """Launch configuration of `hc_mix_kernel`: tokens of a program, and channels of each of their streams."""
+    """Launch configuration of `hc_mix_kernel`: tokens of a program, and channels of each of their streams.
+
+    Attributes:
+        updates: the launch updates the streams as well; otherwise `hc_post_kernel` does so before.
+    """
 
     tokens: int
     channels: int
+    updates: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class StreamsPlan:
     """Launches, in this order.
 
     Attributes:
-        update: updates the streams; `hc_mix_kernel` where ``product`` does so in the same launch; None: no update.
+        update: updates the streams; None: no update, or ``product`` updates them in the same launch.
         product: of the streams with ``fn``: `hc_mix_kernel`, or a `float32_product` with a plan of its own.
         collapse: of the streams to a sublayer's input, with post and comb beside it.
     """
@@ -87,17 +92,12 @@ _GROUPS = "h200_narrow_products.json: rows_of_groups"
 POSTS = one_kernel(
     "hyper_connection.post", "hc_post_kernel", (_little_output, _post_tiles(256)), (ANY, _post_tiles(1024))
 )
-UPDATES = Table(
-    "hyper_connection.update",
-    {"hc_mix_kernel": ANY, "hc_post_kernel": ANY},
-    [Row(up_to("tokens", 8), "hc_mix_kernel", None, _VARIANTS), *POSTS.rows],
-)
 PRODUCTS = Table(
     "hyper_connection.product",
     {"hc_mix_kernel": ~has("batch_invariant"), "float32_product_kernel": ANY},
     [
-        Row(up_to("tokens", 1), "hc_mix_kernel", MixTiles(1, 64), _VARIANTS),
-        Row(up_to("tokens", 8), "hc_mix_kernel", MixTiles(2, 32), _VARIANTS),
+        Row(up_to("tokens", 1), "hc_mix_kernel", MixTiles(1, 64, updates=True), _VARIANTS),
+        Row(up_to("tokens", 8), "hc_mix_kernel", MixTiles(2, 32, updates=True), _VARIANTS),
         Row(up_to("tokens", 32), "hc_mix_kernel", MixTiles(4, 32)),
         Row(ANY, "float32_product_kernel", None, _GROUPS),
     ],
@@ -109,6 +109,6 @@ COLLAPSES = one_kernel("hyper_connection.collapse", "hc_collapse_kernel", (ANY, 
 def plan(problem: StreamsProblem, gpu: GPU) -> StreamsPlan:
     """Launches between two sublayers: two for very few tokens, else three, or four where ``fn`` is split before."""
     update, product = None, PRODUCTS.choose(problem, gpu)
-    if problem.update:
-        update = (UPDATES if product.kernel == "hc_mix_kernel" else POSTS).choose(problem, gpu)
+    if problem.update and not (product.kernel == "hc_mix_kernel" and product.config.updates):
+        update = POSTS.choose(problem, gpu)
     return StreamsPlan(update, product, COLLAPSES.choose(problem, gpu))

@@ -75,19 +75,7 @@ def moe_route(
     moe_select_kernel[(T,)](
         RouterRows(logits.sums, bias, table, token_ids, experts, weights, float(factor), *(own or (0, E))),
         T,
-        ROUTER=RouterConfig(
-            E=E,
-            E_PADDED=next_power_of_2(E),
-            SPLITS=len(logits.sums),
-            INNER=logits.inner,
-            TOPK=topk,
-            TOPK_PADDED=next_power_of_2(topk),
-            SCORE=score,
-            NORMALIZE=normalize,
-            GROUPS=groups.num_groups,
-            KEPT=groups.kept,
-            PDL=plan.pdl,
-        ),
+        ROUTER=RouterConfig(E, topk, len(logits.sums), logits.inner, score, normalize, groups, plan.pdl),
         **launch_options(plan.config.warps, plan.pdl),
     )
     return experts, weights

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
 from deepseek_attn.kernels.common.float32_product_triton import summed
+from deepseek_attn.kernels.moe.types import ExpertGroups
 
 _REMOVED = tl.constexpr(-(1 << 31))  # sorts below all scores
 
@@ -70,22 +71,19 @@ class RouterConfig:
     """Constants of `moe_select_kernel`.
 
     Attributes:
-        E, TOPK: experts in all and per token; E_PADDED, TOPK_PADDED: both rounded up to a power of two.
+        E, TOPK: experts in all and per token.
         SPLITS, INNER: see `summed`.
         SCORE: ``sqrtsoftplus``, ``sigmoid`` or ``softmax``; NORMALIZE: divide weights by their sum.
-        GROUPS, KEPT: see `ExpertGroups`.
+        GROUPS: `ExpertGroups`.
     """
 
     E: int
-    E_PADDED: int
+    TOPK: int
     SPLITS: int
     INNER: int
-    TOPK: int
-    TOPK_PADDED: int
     SCORE: str
     NORMALIZE: bool
-    GROUPS: int
-    KEPT: int
+    GROUPS: ExpertGroups
     PDL: bool
 
 
@@ -93,11 +91,11 @@ class RouterConfig:
 def moe_select_kernel(rows, T, ROUTER: tl.constexpr):
     """Experts and weights of one token of ``T``; rows: `RouterRows`, ROUTER: `RouterConfig`."""
     E: tl.constexpr = ROUTER.E
-    E_PADDED: tl.constexpr = ROUTER.E_PADDED
+    E_PADDED: tl.constexpr = triton.next_power_of_2(E)
     TOPK: tl.constexpr = ROUTER.TOPK
-    TOPK_PADDED: tl.constexpr = ROUTER.TOPK_PADDED
-    GROUPS: tl.constexpr = ROUTER.GROUPS
-    KEPT: tl.constexpr = ROUTER.KEPT
+    TOPK_PADDED: tl.constexpr = triton.next_power_of_2(TOPK)
+    GROUPS: tl.constexpr = ROUTER.GROUPS.num_groups
+    KEPT: tl.constexpr = ROUTER.GROUPS.kept
     SCORE: tl.constexpr = ROUTER.SCORE  # Triton 3.6 passes text on under a constexpr name alone
     t = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E_PADDED)
