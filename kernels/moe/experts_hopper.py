@@ -140,16 +140,16 @@ def _sum_blocks(
     N: gl.constexpr = TILING.N
     FP4: gl.constexpr = TILING.FP4
     GATED: gl.constexpr = TILING.GATED
-    PART: gl.constexpr = TILING.PART
+    PART: gl.constexpr = TILING.TILES.part
     PARTS: gl.constexpr = (SIZE + PART - 1) // PART
     REST: gl.constexpr = SIZE - (PARTS - 1) * PART
     STAGES: gl.constexpr = TILING.STAGES
-    OVERLAP: gl.constexpr = TILING.OVERLAP
+    OVERLAP: gl.constexpr = TILING.TILES.overlap
     BLOCKS: gl.constexpr = TILING.K // 128
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     LAST_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, LAST_MMA)
-    channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * (32 if GATED else 64)
+    channel = (row_block * TILING.TILES.warpgroups + WARPGROUP) * (32 if GATED else 64)
     all_x = reinterpret(buffers.x, gl.float8e4nv, [STAGES * TILING.PARTS, PART, 128], _WEIGHT)
     if FP4:
         base = _bases(exponent)
@@ -244,7 +244,7 @@ def _sum_pairs(exponent, ring, buffers, SIZE: gl.constexpr, WARPGROUP: gl.conste
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 32])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    all_x = reinterpret(buffers.x, gl.float8e4nv, [2 * TILING.STAGES, TILING.PART, 128], _WEIGHT)
+    all_x = reinterpret(buffers.x, gl.float8e4nv, [2 * TILING.STAGES, TILING.TILES.part, 128], _WEIGHT)
     base = _bases(exponent)
     powers = gl.zeros([64, 4], gl.int32, layout=scale_layout(TILING.GATED))
     zeros = gl.zeros([64, SIZE], gl.float32, layout=MMA)
@@ -299,8 +299,8 @@ def _multiply_tile(
 
     Returns: the ring after the job, and the exponents of the next job's rows.
     """
-    channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * (32 if TILING.GATED else 64)
-    PARTS: gl.constexpr = (SIZE + TILING.PART - 1) // TILING.PART
+    channel = (row_block * TILING.TILES.warpgroups + WARPGROUP) * (32 if TILING.GATED else 64)
+    PARTS: gl.constexpr = (SIZE + TILING.TILES.part - 1) // TILING.TILES.part
     if TILING.CHANNELS == 256:
         parts = ()
         last, ring = _sum_pairs(exponent, ring, buffers, SIZE, WARPGROUP, TILING)
@@ -311,15 +311,15 @@ def _multiply_tile(
     # loaded before the stores, which hide the latency
     next_exponent = exponents(next_tile.expert, next_row_block, scales, WARPGROUP, TILING)
     for i in gl.static_range(PARTS - 1):
-        store_part(parts[i], tile, i * TILING.PART, channel, exponent, output, TILING)
-    store_part(last, tile, (PARTS - 1) * TILING.PART, channel, exponent, output, TILING)
+        store_part(parts[i], tile, i * TILING.TILES.part, channel, exponent, output, TILING)
+    store_part(last, tile, (PARTS - 1) * TILING.TILES.part, channel, exponent, output, TILING)
     return ring, next_exponent
 
 
 @gluon.jit
 def _multiply_all(tiles, scales, output, buffers, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """This warpgroup's rows of all jobs of this program."""
-    SIZES: gl.constexpr = TILING.SIZES
+    SIZES: gl.constexpr = TILING.TILES.sizes
     BLOCKS: gl.constexpr = TILING.ROW_BLOCKS
     if TILING.WAIT:
         gdc_wait()  # wait until the previous launch has written the tiles
@@ -371,10 +371,10 @@ def experts_hopper_kernel(
     """
     gdc_launch_dependents()  # the next launch may start: it waits for this one where it reads its results
     STAGES: gl.constexpr = TILING.STAGES
-    PART: gl.constexpr = TILING.PART
+    PART: gl.constexpr = TILING.TILES.part
     PARTS: gl.constexpr = TILING.PARTS
     SCALES: gl.constexpr = TILING.SCALES
-    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    GROUPS: gl.constexpr = TILING.TILES.warpgroups
     REGISTERS: gl.constexpr = TILING.REGISTERS
     LOADERS: gl.constexpr = TILING.LOADERS
     BLOCKS: gl.constexpr = TILING.CHANNELS // 128

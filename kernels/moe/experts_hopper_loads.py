@@ -77,7 +77,7 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
     BLOCKS: gl.constexpr = TILING.CHANNELS // 128
     STEP: gl.constexpr = TILING.CHANNELS // 2 if TILING.FP4 else 128
     SCALE_BYTES: gl.constexpr = 6 * _QUAD if TILING.HALF_QUAD else 4 * _QUAD  # of a row
-    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    GROUPS: gl.constexpr = TILING.TILES.warpgroups
     BOXES: gl.constexpr = GROUPS if BLOCKS == 1 else 1
     HEIGHT: gl.constexpr = GROUPS * 64
     ROWS: gl.constexpr = HEIGHT // BOXES // (2 if TILING.GATED else 1)
@@ -132,7 +132,7 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
 @gluon.jit
 def load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
     """Loads the blocks of routed rows of all jobs of this program in order."""
-    PART: gl.constexpr = TILING.PART
+    PART: gl.constexpr = TILING.TILES.part
     PARTS: gl.constexpr = TILING.PARTS
     STAGES: gl.constexpr = TILING.STAGES
     BOX: gl.constexpr = TILING.BOX

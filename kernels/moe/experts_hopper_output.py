@@ -86,7 +86,7 @@ def store_part(acc, tile, first, channel, exponent, output, TILING: gl.constexpr
         value = value.to(dtype)
     else:
         value = gl.convert_layout(acc.to(dtype), OUT)
-    if N % (CHANNELS * TILING.WARPGROUPS) == 0:
+    if N % (CHANNELS * TILING.TILES.warpgroups) == 0:
         inside = known[None, :]
     else:
         inside = known[None, :] & (row < N)[:, None]

@@ -52,7 +52,7 @@ def fp8_weight(buffers, stage, low, high, WARPGROUP: gl.constexpr, TILING: gl.co
     FORM: gl.constexpr = gl.NVMMASharedLayout(64 if TILING.FP4 else 128, 32, 2)
     LAST: gl.constexpr = [[0, 1], [0, 2]] if TILING.FP4 else [[0, 1], [0, 2], [0, 4]]
     LOAD: gl.constexpr = _weight_layout(GATED, [64, 4 * WORDS], (LAST, [[0, WORDS], [0, 2 * WORDS]]))
-    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    GROUPS: gl.constexpr = TILING.TILES.warpgroups
     # as 32-bit words: a thread reads the WORDS consecutive words of one group of 32 channels
     stored = reinterpret(buffers.weight, gl.int32, [GROUPS * TILING.STAGES, 64, 4 * WORDS], FORM)
     w = stored.index(GROUPS * stage + WARPGROUP).load(LOAD).reshape([64, 4, WORDS])
@@ -68,7 +68,7 @@ def _gate_and_up(stored, stage, WARPGROUP: gl.constexpr, HALF: gl.constexpr, TIL
 
     A stage has the gate rows of all warpgroups, then the up rows.
     """
-    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    GROUPS: gl.constexpr = TILING.TILES.warpgroups
     gate = stored.index(2 * GROUPS * stage + WARPGROUP).load(HALF)
     up = stored.index(2 * GROUPS * stage + GROUPS + WARPGROUP).load(HALF)
     return gl.join(gate, up).permute((2, 0, 1))
@@ -78,7 +78,7 @@ def _gate_and_up(stored, stage, WARPGROUP: gl.constexpr, HALF: gl.constexpr, TIL
 def stored_pair(buffers, stage, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """FP4 weight rows of both blocks of a stage as they are stored: int32 ``[64, 4, 4]`` each."""
     FORM: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    GROUPS: gl.constexpr = TILING.TILES.warpgroups
     WORDS: gl.constexpr = _word_layout(TILING.GATED, 4, False)
     IN_THREAD: gl.constexpr = [[0, 1], [0, 2], [0, 16]]  # 16 words further: the second block
     LANES: gl.constexpr = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
@@ -139,7 +139,7 @@ def weight_powers(buffers, slot, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     In shared memory a row has a word per block with the bytes of its four groups; a thread picks its own group's byte.
     """
     GATED: gl.constexpr = TILING.GATED
-    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    GROUPS: gl.constexpr = TILING.TILES.warpgroups
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LAYOUT: gl.constexpr = scale_layout(GATED)
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -194,7 +194,7 @@ def exponents(expert, row_block, scales, WARPGROUP: gl.constexpr, TILING: gl.con
     if TILING.FP4:
         N: gl.constexpr = TILING.N
         ROWS: gl.constexpr = 32 if TILING.GATED else 64
-        GROUPS: gl.constexpr = TILING.WARPGROUPS
+        GROUPS: gl.constexpr = TILING.TILES.warpgroups
         lane = gl.arange(0, 64, layout=gl.SliceLayout(1, scale_layout(TILING.GATED)))
         exponent_ptr = gl.where(
             lane >= ROWS, scales.b_exponent if TILING.GATED else scales.a_exponent, scales.a_exponent

@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8_triton import decode_e4m3, quantize_groups
+from deepseek_attn.kernels.moe.problem import ExpertTiles
 
 FP4_BIAS = 64  # FP4 weights are held as 2**-64 of their value, which keeps them in the range of bfloat16
 _FP4_FACTOR = tl.constexpr(2.0**FP4_BIAS)
@@ -99,9 +100,9 @@ class GroupedProduct:
         FORMAT: of the stacks, ``plain``, ``fp8`` or ``fp4``.
         GATED: ``swiglu`` of the products with two stacks; CLAMP: with a limit; WEIGH: times the pair's weight.
         FP8_GROUP: channels of an FP8 input, and rows and channels of an FP8 weight, that share a scale.
-        NATIVE_FP8: of the GPU; DTYPE: of both factors; PRECISION: of float32 products.
+        DTYPE: of both factors; NATIVE_FP8, PDL: as in `GPU`.
         SLOTS: 0, or a power of two from the number of pairs on: programs group the pairs themselves.
-        TILE, BLOCK_N, BLOCK_K: pairs, weight rows and channels of a tile; STAGES: of the loop over channels.
+        TILES: `ExpertTiles`.
     """
 
     N: int
@@ -112,14 +113,10 @@ class GroupedProduct:
     CLAMP: bool
     WEIGH: bool
     FP8_GROUP: int
-    NATIVE_FP8: bool
     DTYPE: Any
-    PRECISION: str | None
     SLOTS: int
-    TILE: int
-    BLOCK_N: int
-    BLOCK_K: int
-    STAGES: int
+    TILES: ExpertTiles
+    NATIVE_FP8: bool
     PDL: bool
 
 
@@ -211,7 +208,6 @@ def place_pairs_kernel(
     pairs,
     tiles,
     E: tl.constexpr,
-    E_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -225,7 +221,7 @@ def place_pairs_kernel(
         gdc_wait()  # until the pairs of every expert are counted
         gdc_launch_dependents()
     # tiles of earlier experts come first
-    other = tl.arange(0, E_PADDED)
+    other = tl.arange(0, triton.next_power_of_2(E))
     needed = (tl.load(counts_ptr + other, mask=other < E, other=0) + TILE - 1) // TILE
     first = tl.sum(tl.where(other < expert, needed, 0), 0)
     expert_tiles = tl.sum(tl.where(other == expert, needed, 0), 0)
@@ -317,11 +313,12 @@ def grouped_product_kernel(x, a, b, out_ptr, routing, pairs, limit, PRODUCT: tl.
     GATED: tl.constexpr = PRODUCT.GATED
     FP8_GROUP: tl.constexpr = PRODUCT.FP8_GROUP
     DTYPE: tl.constexpr = PRODUCT.DTYPE
-    PRECISION: tl.constexpr = PRODUCT.PRECISION
-    TILE: tl.constexpr = PRODUCT.TILE
-    BLOCK_N: tl.constexpr = PRODUCT.BLOCK_N
-    BLOCK_K: tl.constexpr = PRODUCT.BLOCK_K
-    STAGES: tl.constexpr = PRODUCT.STAGES
+    PRECISION: tl.constexpr = "tf32x3" if DTYPE == tl.float32 else None  # noqa: SIM300
+    TILE: tl.constexpr = PRODUCT.TILES.pairs
+    BLOCK_N: tl.constexpr = PRODUCT.TILES.rows
+    # a round's channels share the scales of FP8 factors
+    BLOCK_K: tl.constexpr = min(PRODUCT.TILES.channels, FP8_GROUP) if FORMAT == "fp8" else PRODUCT.TILES.channels
+    STAGES: tl.constexpr = PRODUCT.TILES.stages
     if PRODUCT.PDL:
         gdc_wait()  # until the previous kernel has written the inputs and tiles
         gdc_launch_dependents()
@@ -435,7 +432,6 @@ def moe_combine_kernel(
     pairs,
     D: tl.constexpr,
     TOPK: tl.constexpr,
-    TOPK_PADDED: tl.constexpr,
     WEIGH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -447,7 +443,7 @@ def moe_combine_kernel(
     if PDL:
         gdc_wait()  # until the second product has written the outputs of the pairs
         gdc_launch_dependents()
-    i = tl.arange(0, TOPK_PADDED)
+    i = tl.arange(0, triton.next_power_of_2(TOPK))
     expert = tl.load(pairs.experts + t * TOPK + i, mask=i < TOPK, other=1 << 30).to(tl.int32)
     # the rank of each pair in the order of experts: the sum does not depend on the order of choices
     earlier = (expert[None, :] < expert[:, None]) | ((expert[None, :] == expert[:, None]) & (i[None, :] < i[:, None]))

@@ -132,7 +132,6 @@ def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
         CombinedPairs(pair_outputs, arguments.experts, arguments.weights, add, out, add_stride),
         D=D,
         TOPK=topk,
-        TOPK_PADDED=next_power_of_2(topk),
         WEIGH=arguments.weigh_output,
         BLOCK=block,
         **plan.combine.options,
@@ -167,9 +166,8 @@ def group_pairs(routing: PairRouting, count: int, tile: int, choice: Choice) -> 
     options = {"BLOCK": choice.config.size} | choice.options
     count_pairs_kernel[(count,)](experts, counts, pairs, **options)
     place_pairs_kernel[(count,)](
-        experts, counts, sorted_pairs, tile_row, routing.slots, pairs, tiles, E=count, E_PADDED=next_power_of_2(count),
-        TILE=tile, **options,
-    )  # fmt: skip
+        experts, counts, sorted_pairs, tile_row, routing.slots, pairs, tiles, E=count, TILE=tile, **options
+    )
     return routing._replace(sorted=sorted_pairs, tile_row=tile_row)
 
 
@@ -198,7 +196,8 @@ def _product(
     plan: ExpertsPlan, arguments: ExpertsPass, x: ProductInput, gated: bool, routing: PairRouting, out: Tensor
 ) -> None:
     """Launches ``out[pair] = swiglu(w1 x, w3 x)`` of the pair's expert and token, or ``w2 x`` of the pair's row."""
-    (pairs, N), tiles, group, factors = out.shape, plan.product.config, arguments.input_format.group, plan.factors
+    (pairs, N), tiles, factors = out.shape, plan.product.config, plan.factors
+    topk = arguments.experts.shape[1] if gated else 1
 
     def pointers(stack: ExpertStack) -> StackPointers:
         return StackPointers(fp8_view(stack.weight) if factors.weights == "fp8" else stack.weight, stack.scale)
@@ -213,22 +212,13 @@ def _product(
         pairs,
         arguments.limit,
         PRODUCT=GroupedProduct(
-            N=N,
-            K=x.data.shape[1],
-            TOPK=arguments.experts.shape[1] if gated else 1,
-            FORMAT=factors.weights,
-            GATED=gated,
-            CLAMP=arguments.limit > 0,
+            *(N, x.data.shape[1], topk, factors.weights, gated, arguments.limit > 0),
             WEIGH=gated and not arguments.weigh_output,
-            FP8_GROUP=group,
-            NATIVE_FP8=plan.product.native_fp8,
+            FP8_GROUP=arguments.input_format.group,
             DTYPE=TRITON_DTYPES.get(factors.dtype, tl.float8e4nv),
-            PRECISION="tf32x3" if factors.dtype == torch.float32 else None,
             SLOTS=0 if grouped else next_power_of_2(pairs),
-            TILE=tiles.pairs,
-            BLOCK_N=tiles.rows,
-            BLOCK_K=min(tiles.channels, group) if factors.weights == "fp8" else tiles.channels,
-            STAGES=tiles.stages,
+            TILES=tiles,
+            NATIVE_FP8=plan.product.native_fp8,
             PDL=plan.product.pdl,
         ),
         num_stages=tiles.stages,

@@ -11,7 +11,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.plans import cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
-from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.moe.experts_hopper import ExpertScales, experts_hopper_kernel
 from deepseek_attn.kernels.moe.experts_hopper_output import ExpertOutput
 from deepseek_attn.kernels.moe.plan import CHUNK
@@ -27,6 +26,7 @@ from deepseek_attn.kernels.moe.rows_triton import (
 )
 from deepseek_attn.kernels.moe.types import ExpertsPass, ExpertStack
 
+_tiled = TensorDescriptor.from_tensor  # (tensor, tile, layout in shared memory): TMA loads the tiles
 _INPUT = gl.NVMMASharedLayout(128, 8, 2)
 _BYTES = gl.NVMMASharedLayout(0, 8, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
@@ -72,7 +72,7 @@ def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, Qua
             POW2=arguments.input_format.pow2_scales, SLOTS=max(16, next_power_of_2(pairs)), **options,
         )  # fmt: skip
         return rows, inputs
-    chunks, constants = cdiv(pairs, CHUNK), {"E": count, "E_PADDED": next_power_of_2(count), "CHUNK": CHUNK}
+    chunks, constants = cdiv(pairs, CHUNK), {"E": count, "CHUNK": CHUNK}
     counts = torch.empty(chunks, count, dtype=torch.int32, device=x.device)
     count_chunks_kernel[(chunks,)](experts, counts, pairs, **constants, **launch_options(warps, True))
     place_rows_kernel[(cdiv(pairs, block),)](
@@ -114,19 +114,19 @@ def _product(
     def weight_and_scale(stack: ExpertStack | None) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
         if stack is None:
             return None, None
-        weight, scale = tiled(stack.weight.flatten(0, 1), weight_rows, product.weight_bytes, layout), None
+        weight, scale = _tiled(stack.weight.flatten(0, 1), [weight_rows, product.weight_bytes], layout), None
         if tiling.HALF_QUAD and stack.scale is not None:  # rows of K / 32 bytes are not multiples of 16: two are
-            scale = tiled(stack.scale.view(-1, tiling.K // 16), 32, 4 * QUAD, _BYTES)
+            scale = _tiled(stack.scale.view(-1, tiling.K // 16), [32, 4 * QUAD], _BYTES)
         elif tiling.FP4 and stack.scale is not None:
-            scale = tiled(stack.scale.flatten(0, 1), weight_rows, 4 * QUAD, _BYTES)
+            scale = _tiled(stack.scale.flatten(0, 1), [weight_rows, 4 * QUAD], _BYTES)
         return weight, scale
 
     a_weight, a_scale = weight_and_scale(a)
     b_weight, b_scale = weight_and_scale(b)
     b_scales, b_exponents = (None, None) if b is None else (b.scale, b.exponent)
     experts_hopper_kernel[(product.programs,)](
-        tiled(inputs.values, tiling.BOX, 128, _INPUT),
-        tiled(inputs.scale.t(), tiling.CHANNELS // 128, tiling.SCALES, _SCALES),
+        _tiled(inputs.values, [tiling.BOX, 128], _INPUT),
+        _tiled(inputs.scale.t(), [tiling.CHANNELS // 128, tiling.SCALES], _SCALES),
         a_weight,
         b_weight,
         a_scale,

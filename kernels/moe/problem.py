@@ -151,13 +151,9 @@ class HopperExpertTiling:
         FP4: weights are FP4, else FP8.
         HALF_QUAD: rows of FP4 end with half of a quad of blocks.
         GATED: a job computes ``swiglu`` of two products, of 32 rows of either weight per warpgroup.
-        SIZES: numbers of routed rows that a tile is rounded up to, in rising order.
-        PART: routed rows that are multiplied at once, at most; PARTS: of the largest tile.
-        STAGES: in flight.
-        OVERLAP: two parts are multiplied at once, which takes registers.
+        TILES: the plan's; PARTS: of its largest tile; STAGES: in flight.
         SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
         ROW_BLOCKS: jobs of a tile.
-        WARPGROUPS: number of warpgroups that multiply.
         WAIT: the previous launch, which may still run, writes tiles or weights. Otherwise it writes only rows of x.
         CHANNELS: per stage, 128 or 256; 256 for FP4 in one part only.
         BOX: routed rows that are loaded at once.
@@ -169,14 +165,11 @@ class HopperExpertTiling:
     FP4: bool
     HALF_QUAD: bool
     GATED: bool
-    SIZES: tuple[int, ...]
-    PART: int
+    TILES: HopperExpertTiles
     PARTS: int
     STAGES: int
-    OVERLAP: bool
     SCALES: int
     ROW_BLOCKS: int
-    WARPGROUPS: int
     WAIT: bool
     CHANNELS: int
     BOX: int

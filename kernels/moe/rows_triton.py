@@ -58,8 +58,9 @@ class QuantizedTokens(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def count_chunks_kernel(experts_ptr, counts_ptr, pairs, E: tl.constexpr, E_PADDED: tl.constexpr, CHUNK: tl.constexpr):
+def count_chunks_kernel(experts_ptr, counts_ptr, pairs, E: tl.constexpr, CHUNK: tl.constexpr):
     """Pairs of each expert in each chunk of ``CHUNK`` pairs: ``counts [chunks, E]``."""
+    E_PADDED: tl.constexpr = triton.next_power_of_2(E)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     gdc_wait()  # until the router has written the experts
     gdc_launch_dependents()
@@ -79,7 +80,6 @@ def place_rows_kernel(
     capacity,
     chunks,
     E: tl.constexpr,
-    E_PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -91,6 +91,7 @@ def place_rows_kernel(
         routing: `RowRouting`; counts_ptr: int32 ``[chunks, E]`` of `count_chunks_kernel`; rows: `PairRows`, written.
         TILE: rows of a tile, at most; GRANULE: rows of a tile are multiples of it.
     """
+    E_PADDED: tl.constexpr = triton.next_power_of_2(E)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chunk = tl.program_id(0) * BLOCK // CHUNK
     expert = tl.arange(0, E_PADDED)
