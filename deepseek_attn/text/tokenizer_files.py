@@ -24,11 +24,12 @@ CONTROL_TOKENS = (
 )
 # Part of a reply's text: decoding keeps them also where it skips special tokens.
 TEXT_TOKENS = ("<think>", "</think>", "｜DSML｜")
+V41_TOKEN = "<｜System｜>"  # behind the others, where there is room: of V4.1's chat encoding alone
 MIN_VOCAB = len(CONTROL_TOKENS) + len(TEXT_TOKENS) + 256
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """One token per special string (BOS 0, EOS 1) and one per byte; every UTF-8 text round-trips.
+    """One token per special string (BOS 0, EOS 1) and one per byte, then V4.1's; every UTF-8 text round-trips.
 
     Args:
         vocab_size: size of the model's vocabulary; ids past the tokenizer's own decode to nothing.
@@ -41,7 +42,10 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return _with_special_tokens(tokenizer)
+    _with_special_tokens(tokenizer)
+    if vocab_size > MIN_VOCAB:
+        tokenizer.add_special_tokens([AddedToken(V41_TOKEN, normalized=False, special=True)])
+    return tokenizer
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:

@@ -6,7 +6,10 @@ import random
 import pytest
 
 from deepseek_attn.checkpoint import RandomSource, make_tokenizer, write_checkpoint, write_tokenizer
-from deepseek_attn.text.tokenizer_files import BOS, CONTROL_TOKENS, EOS, MIN_VOCAB, TEXT_TOKENS
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.text.chat import build_prompt
+from deepseek_attn.text.tokenizer import Tokenizer
+from deepseek_attn.text.tokenizer_files import BOS, CONTROL_TOKENS, EOS, MIN_VOCAB, TEXT_TOKENS, V41_TOKEN
 from tests.checkpoint.fabricate import tiny
 
 TEXTS = ["", " ", "a  b\n\n\tc", "naïve 中文 🙂 ‮", "\x00\x01\x7f\u0080\u00ad\u0100\u0143", "a" * 1000, " ｜DSM ▁"]
@@ -34,13 +37,13 @@ def test_each_byte_is_one_token_in_order():
     tokenizer = make_tokenizer(512)
     ids = [tokenizer.encode(chr(byte), add_special_tokens=False).ids for byte in range(0x80)]
     assert ids == [[MIN_VOCAB - 256 + byte] for byte in range(0x80)]
-    assert tokenizer.get_vocab_size() == MIN_VOCAB
+    assert tokenizer.get_vocab_size() == MIN_VOCAB + 1
 
 
 def test_special_strings_are_one_token():
     tokenizer = make_tokenizer(512)
     assert (tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)) == (0, 1)
-    for token in (*CONTROL_TOKENS, *TEXT_TOKENS):
+    for token in (*CONTROL_TOKENS, *TEXT_TOKENS, V41_TOKEN):
         ids = tokenizer.encode(f"x{token}y", add_special_tokens=False).ids
         assert ids[1:-1] == [tokenizer.token_to_id(token)], token
     ids = tokenizer.encode(f"{BOS}<｜User｜>hi<｜Assistant｜><think>no</think>yes{EOS}").ids
@@ -68,3 +71,13 @@ def test_transformers_loads_it(tmp_path, loader):
 def test_written_files_are_readable_text(tmp_path):
     write_tokenizer(tmp_path, 512, 4096)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))["bos_token"] == BOS
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny_v32", "tiny_v41"])
+def test_each_family_can_chat(tmp_path, preset):
+    config = ModelConfig.from_preset(preset)
+    write_tokenizer(tmp_path, config.vocab_size, 64)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+    ids, _ = build_prompt(Tokenizer(tmp_path), tmp_path, messages)
+    assert make_tokenizer(config.vocab_size).decode(ids).startswith("Be kind.")
