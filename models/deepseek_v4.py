@@ -46,7 +46,7 @@ class DeepseekV4(DraftsBlocks, Backbone):
 
     def first_streams(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Streams before the first block, ``[T, hc_mult, hidden_size]``: copies of the embedding."""
-        return self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        return self.embed(token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
 
     def run_layers(
         self, streams: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None

@@ -9,6 +9,7 @@ page-separated: for each part of the record, ``n`` consecutive rows of that part
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -134,9 +135,9 @@ class Record(ABC):
         out = self.decode(parts, dtype).masked_fill_((flat < 0).unsqueeze(-1), 0)
         return out.view(*slots.shape, self.dim)
 
-    def gather_valid(self, pool: Tensor, n: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        """`gather` of slots ``[T]`` that are known to be in the pool."""
-        return self.gather(pool, n, slots, dtype)
+    def reader(self, pool: Tensor, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """`gather` as a function of slots ``[T]`` that are known to be in the pool."""
+        return lambda slots: self.gather(pool, n, slots, dtype)
 
     def describe(self, n: int = 64) -> str:
         """One line for people: the format, its parts and the size of a page of ``n`` entries."""

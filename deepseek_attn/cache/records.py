@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,9 +81,9 @@ class PlainRecord(Record):
         rows = table.index_select(0, flat.clamp_min(0)).to(dtype)
         return rows.masked_fill_((flat < 0).unsqueeze(-1), 0).view(*slots.shape, self.dim)
 
-    def gather_valid(self, pool: Tensor, n: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    def reader(self, pool: Tensor, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         table = self._table(pool, n)
-        return self.gather(pool, n, slots, dtype) if table is None else table.index_select(0, slots).to(dtype)
+        return super().reader(pool, n, dtype) if table is None else lambda slots: table.index_select(0, slots).to(dtype)
 
     def _table(self, pool: Tensor, n: int) -> Tensor | None:
         """Pages without gaps as one table of rows ``[entries, dim]``; None for others, and without pages."""

@@ -31,7 +31,7 @@ class Embedding(CheckpointModule):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 ``[T]`` -> ``[T, dim]``."""
         if self.shard is None:
-            return self.weight[token_ids]
+            return self.weight.index_select(0, token_ids)
         row = token_ids - self.shard.start
         in_shard = (row >= 0) & (row < self.shard.size)
         found = self.weight[row.clamp(0, self.shard.size - 1)]

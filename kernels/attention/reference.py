@@ -99,10 +99,8 @@ def _paged_source(keys: PagedKeys) -> _Source:
     def fetch(slots: Tensor, valid: Tensor, fetched: Tensor) -> None:
         fetched.copy_(keys.record.gather(keys.pool, keys.entries, slots.masked_fill(~valid, -1), dtype))
 
-    def read(slots: Tensor) -> Tensor:
-        return keys.record.gather_valid(keys.pool, keys.entries, slots, dtype).float()
-
-    return _Source(keys.indices, keys.lens, keys.pool.shape[0] * keys.entries, fetch, read)
+    read = keys.record.reader(keys.pool, keys.entries, dtype)
+    return _Source(keys.indices, keys.lens, keys.pool.shape[0] * keys.entries, fetch, lambda slots: read(slots).float())
 
 
 def _written(result: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -146,7 +144,10 @@ def _attend(
     T, H, d = q.shape
     dtype = q.dtype if round_weights else torch.float32
     if T == 1 and q.device.type == "cpu" and dtype == torch.float32:
-        return _attend_one(q, sources, scale, sink, d_v, max_logits)
+        out, lse = q.new_empty(1, H, d_v), torch.empty(H, 1, dtype=torch.float32, device="cpu")
+        sinks = None if sink is None else sink.float().unsqueeze(1)
+        _attend_one(q[0].float() * scale, sources, sinks, out[0], lse, max_logits)
+        return out, lse.t()
     out = q.new_zeros(T, H, d_v)
     lse = torch.full((T, H), float("inf"), dtype=torch.float32, device=q.device)
     if max_logits is not None:
@@ -173,13 +174,16 @@ def _attend(
 
 @reads_values
 def _attend_one(
-    q: Tensor, sources: list[_Source], scale: float, sink: Tensor | None, d_v: int, max_logits: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, sources: list[_Source], sinks: Tensor | None, out: Tensor, lse: Tensor, max_logits: Tensor | None
+) -> None:
     """`_attend` for a single query on a CPU: only its valid keys are fetched, so nothing needs masking.
 
     The number of small operations bounds the time of decoding one request; this function has half of them.
+
+    Args:
+        q: float32 ``[H, d]``, scaled; sinks: float32 ``[H, 1]``.
+        out: ``[H, d_v]``; lse: ``[H, 1]``.
     """
-    H = q.shape[1]
     keys = []
     for source in sources:
         rows = source.indices[0] if source.lens is None else source.indices[0, : max(int(source.lens), 0)]
@@ -191,17 +195,18 @@ def _attend_one(
     if not keys:
         if max_logits is not None:
             max_logits.fill_(float("-inf"))
-        return q.new_zeros(1, H, d_v), torch.full((1, H), float("inf"), dtype=torch.float32, device="cpu")
+        out.zero_()
+        lse.fill_(float("inf"))
+        return
     keys = keys[0] if len(keys) == 1 else torch.cat(keys)
-    logits = (q[0].float() * scale) @ keys.t()
+    logits = q @ keys.t()
     peak = logits.amax(1, keepdim=True)
     if max_logits is not None:
         max_logits.copy_(peak[:, 0])
     # logits.logsumexp(1), whose guard against infinite peaks takes as long as all of this
-    lse = (logits - peak).exp_().sum(1, keepdim=True).log_().add_(peak)
-    total = lse if sink is None else torch.logaddexp(lse, sink.float().unsqueeze(1))
-    out = logits.sub_(total).exp_() @ keys[:, :d_v]
-    return out.to(q.dtype)[None], lse.t()
+    torch.add((logits - peak).exp_().sum(1, keepdim=True).log_(), peak, out=lse)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks)
+    out.copy_(logits.sub_(total).exp_() @ keys[:, : out.shape[1]])
 
 
 def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Iterator[tuple[Tensor, list[int]]]:

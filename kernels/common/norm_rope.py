@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.invariance import in_row_tiles
+from deepseek_attn.kernels.common.tape import once
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
@@ -25,7 +26,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """``rsqrt(mean(x^2) + eps)`` over the last dimension of float32 ``x [..., d]``: ``[..., 1]``."""
     if _trains_on_gpu(x):
         return InverseRms.apply(x, eps)
-    squares = x.square()
+    squares = x * x  # `square` is `pow`, which takes longer
     if x.device.type != "cpu":
         return torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
     # for one row, `mean` takes twice as long as `sum`; an operation with a Python number takes as long as with a tensor
@@ -93,6 +94,7 @@ def constant(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
+@once
 def freqs_cis_at(cos_sin: Tensor, positions: Tensor) -> Tensor:
     """``cos + i sin`` at ``positions [T]``: complex64 ``[T, n]`` of a float32 table ``[max_positions, 2 n]``."""
     cos, sin = cos_sin.index_select(0, positions).split_with_sizes([cos_sin.shape[-1] // 2] * 2, dim=-1)

@@ -166,13 +166,8 @@ def index_select(
     q = queries.q
     out = torch.empty(len(q), k, dtype=torch.int32, device=q.device) if out is None else out
     causal = q.device.type == "cpu" and candidates is None
-    if (
-        causal
-        and len(q) == 1
-        and 0 < k < int(num_visible)
-        and _index_select_of_one(queries, keys, int(num_visible), k, out, out_slots)
-    ):  # a decode step on a CPU is bound by the number of small operations
-        return out
+    if causal and len(q) == 1 and _index_select_of_one(queries, keys, int(num_visible), k, out, out_slots):
+        return out  # a decode step on a CPU is bound by the number of small operations
     for request, first, stop in _request_runs(keys.token_to_req):
         most = max(int(num_visible[first:stop].max()), 0)
         # otherwise every entry is selected
@@ -217,8 +212,10 @@ def _index_select_of_one(
 ) -> bool:
     """`index_select` of one token that sees more than ``k`` entries, with half the number of torch operations.
 
-    Returns False and writes nothing if the selection needs `topk_indices`.
+    Returns False and writes nothing if the token sees fewer, or if the selection needs `topk_indices`.
     """
+    if not 0 < k < visible:
+        return False
     slots = _entry_slots(keys, int(keys.token_to_req), visible)
     scores = _scores_of(queries, _gather_keys(keys, slots))
     columns = _topk_of_one(scores[0], k)
@@ -238,7 +235,7 @@ def _entry_slots(keys: PagedIndexKeys, request: int, count: int) -> Tensor:
 
 def _gather_keys(keys: PagedIndexKeys, slots: Tensor) -> Tensor:
     """Float32 keys at these slots, channels in the order of the queries."""
-    found = keys.record.gather_valid(keys.pool, keys.entries, slots, torch.float32)
+    found = keys.record.reader(keys.pool, keys.entries, torch.float32)(slots)
     return even_odd(found) if keys.record.name == "index_fp4" else found
 
 

@@ -42,6 +42,7 @@ def step_indices(
     """See `kernels.indices.step_indices`."""
     check_step(positions, token_to_req, token_table, token_page, window, groups)
     decodes = len(positions) if decode_tokens is None else decode_tokens
+    is_valid = None if recording() else is_valid
     slots = slot_mapping_from_positions(positions, token_to_req, token_table, token_page, is_valid)
     (pos, prefill_pos), requests = positions.tensor_split([decodes]), token_to_req[:decodes]
     valid, prefill_valid = (None, None) if is_valid is None else is_valid.tensor_split([decodes])
@@ -233,8 +234,10 @@ def _zero_invalid(lens: Tensor, is_valid: Tensor | None) -> Tensor:
 def _entry_slots(entries: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int) -> Tensor:
     """Slots of int64 ``entries [T, K]`` of the token's request; -1 if negative, beyond the table or on no page."""
     check_rows(entries, token_to_req, block_table, block_size)
-    no_entry = entries.is_cpu and not recording() and entries.numel() and int(entries.max()) < 0
-    if no_entry or block_table.numel() == 0 or entries.numel() == 0:
+    if recording():  # the only request, which has a page for each entry
+        page = block_table[0].index_select(0, (entries[0] // block_size).clamp_min(0)).long()
+        return torch.where(entries >= 0, page * block_size + entries % block_size, -1)
+    if block_table.numel() == 0 or entries.numel() == 0 or (entries.is_cpu and int(entries.max()) < 0):
         return torch.full_like(entries, -1)
     requests, pages = block_table.shape
     request = token_to_req.long()[:, None]

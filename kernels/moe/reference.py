@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import INTS, check
 from deepseek_attn.kernels.common.device import FLOATS
+from deepseek_attn.kernels.common.norm_rope import constant
 from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.common.tape import reads_values, recording
@@ -55,7 +56,7 @@ def moe_route(
     check_route(x, weight, topk, score, bias, groups, hashed)
     scores = SCORES[score](F.linear(x.float(), weight.float()))
     if hashed is not None:
-        experts = hashed.table[hashed.token_ids]
+        experts = hashed.table.index_select(0, hashed.token_ids)
     else:
         experts = _choose(scores if bias is None else scores + bias, topk, groups)
     weights = scores.gather(1, experts)
@@ -64,7 +65,7 @@ def moe_route(
     if own is not None:
         experts = experts - own.first
         experts = torch.where((experts >= 0) & (experts < own.count), experts, -1)
-    return experts, weights * factor
+    return experts, weights * constant(factor)
 
 
 def _choose(scores: Tensor, topk: int, groups: ExpertGroups) -> Tensor:
@@ -157,25 +158,35 @@ def _of_one_token(
     input_format: InputFormat,
 ) -> Tensor:
     """`_row_by_row` of one token for a tape: values are read for the products alone."""
-    experts, order = experts[0].sort()
-    weight, w1, w3, w2 = weights[0].index_select(0, order).unsqueeze(1), *stacks
+    (w1, w3, w2), weight = stacks, weights.t()
 
     def project(rows: Sequence[Tensor], stack: ExpertStack) -> Tensor:
-        outs = x.new_empty(len(experts), stack.weight.shape[1])
-        _project_rows(
-            rows, stack, [weight.t() for weight in stack.weight.unbind()], experts, input_format, outs.split(1)
-        )
+        outs = x.new_empty(experts.shape[1], stack.weight.shape[1])
+        transposed = [weight.t() for weight in stack.weight.unbind()]
+        _project_rows(rows, stack, transposed, experts, input_format, outs.split(1))
         return outs
 
-    rows = [x] * len(experts)
+    rows = [x] * experts.shape[1]
     hidden = swiglu(project(rows, w1), project(rows, w3), limit)
     if not weigh_output:
         hidden = hidden * weight
     out = project(hidden.to(x.dtype).split(1), w2).float()
-    first, *others = (out * weight if weigh_output else out).split(1)
-    for other in others:
-        first = first + other
-    return first
+    out = out * weight if weigh_output else out
+    if len(rows) == 2:  # a sum of two has no order
+        return out[:1] + out[1:]
+    total = out[:1].clone()
+    _sum_by_expert(out.split(1), experts, total)
+    return total
+
+
+@reads_values
+def _sum_by_expert(rows: Sequence[Tensor], experts: Tensor, total: Tensor) -> None:
+    """Writes the sum of the rows in increasing order of their experts."""
+    (chosen,) = experts.tolist()
+    first, *others = sorted(range(len(rows)), key=chosen.__getitem__)
+    total.copy_(rows[first])
+    for place in others:
+        total += rows[place]
 
 
 @reads_values
@@ -188,7 +199,7 @@ def _project_rows(
     outs: Sequence[Tensor],
 ) -> None:
     """Writes `expert_linear` of each row ``[1, in]`` with its expert to ``outs``; ``weights``: transposed."""
-    for row, expert, out in zip(rows, experts.tolist(), outs, strict=True):
+    for row, expert, out in zip(rows, experts.tolist()[0], outs, strict=True):
         if stack.scale is None:
             torch.mm(row, weights[expert], out=out)
         else:

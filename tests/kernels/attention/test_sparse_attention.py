@@ -28,6 +28,9 @@ class Rows:
         rows = pool.flatten(0, 1)[slots.clamp(min=0)].to(dtype)
         return torch.where((slots >= 0)[..., None], rows, 0)
 
+    def reader(self, pool, n, dtype):
+        return lambda slots: self.gather(pool, n, slots, dtype)
+
 
 ROWS = untyped(Rows())
 
