@@ -122,52 +122,43 @@ def launch(
     raw: RawQArguments | None = None, raw_shape: RawQShape | None = None,
 ) -> None:  # fmt: skip
     """Attends to ``keys`` of one or two pools, into ``outputs``, or of raw queries into the tensors of ``raw``."""
-    if plan.combine is None:
-        _launch_attend(plan, q, keys, scale, outputs, d_v, raw, raw_shape)
-        return
-    T, H, _ = q.shape
-    partials = torch.empty(T, plan.splits, H, d_v, dtype=plan.partial_dtype, device=q.device)
-    lse = torch.empty(T, plan.splits, H, dtype=torch.float32, device=q.device)
-    largest = None if outputs.largest is None else torch.empty_like(lse)
-    # with one split the kernel would add the sink itself, and the launch that combines adds it again
-    parts, tiles = AttendOutputs(partials, 0, 0, lse, largest, None), plan.combine.config
-    _launch_attend(plan, q, keys, scale, parts, d_v, raw, raw_shape)
-    attention_combine_kernel[(T, H, cdiv(d_v, tiles.channels))](  # in a fixed order
-        parts, outputs, raw, H, plan.splits, SHAPE=CombineShape(d_v, tiles, raw_shape), **plan.combine.options
-    )
-    if largest is not None:
-        torch.amax(largest, 1, out=outputs.largest)
-
-
-def _launch_attend(
-    plan: AttendPlan, q: Tensor, keys: Sequence[AttendedKeys], scale: float, outputs: AttendOutputs, d_v: int,
-    raw: RawQArguments | None, raw_shape: RawQShape | None,
-) -> None:  # fmt: skip
-    """The launch that attends, into the result or its split-K partials."""
-    (T, H, dim), kernel, tiles = q.shape, plan.attend.kernel, plan.attend.config
-    head_blocks = cdiv(H, tiles.heads)
+    (T, H, dim), kernel, tiles, combine = q.shape, plan.attend.kernel, plan.attend.config, plan.combine
+    parts = outputs if combine is None else _empty_partials(plan, q, d_v, outputs.largest is not None)
     queries = AttendQueries(q, q.stride(0), q.stride(1), scale * LOG2E)
     pools = [AttendPool(key.pool, key.pool.stride(0), key.indices, key.indices.stride(0), key.lens) for key in keys]
     widths, limits = [key.indices.shape[1] for key in keys], [key.limit for key in keys]
-    if kernel == "attend_rows_hopper_kernel":
-        rows = queries, pools[0], outputs, H, T * head_blocks, widths[0], limits[0]
-        attend_rows_hopper_kernel[(plan.programs,)](*rows, DIM=dim, **launch_options(tiles.warps))
-        return
+    second, width, limit = (pools[1], widths[1], limits[1]) if len(keys) > 1 else (None, 0, 0)
+    arguments = queries, pools[0], second, parts, raw, H, widths[0], width, limits[0], limit
     shape = AttendShape(
         dim, d_v, keys[0].layout, keys[-1].layout, TRITON_DTYPES[plan.dtype], plan.attend.native_fp8, tiles,
-        plan.combine is not None, raw_shape,
+        combine is not None, raw_shape,
     )  # fmt: skip
-    grid, options = (T * head_blocks, plan.splits), launch_options(tiles.warps, plan.attend.pdl)
-    if kernel == "attend_v32_hopper_kernel":
-        attend_v32_hopper_kernel[grid](queries, pools[0], outputs, H, widths[0], limits[0], SHAPE=shape, **options)
-        return
-    second, width, limit = (pools[1], widths[1], limits[1]) if len(keys) > 1 else (None, 0, 0)
-    arguments = queries, pools[0], second, outputs, raw, H, widths[0], width, limits[0], limit
-    if kernel == "attend_hopper_kernel":
+    blocks = cdiv(H, tiles.heads)
+    grid, options = (T * blocks, plan.splits), launch_options(tiles.warps, plan.attend.pdl)
+    if kernel == "attend_rows_hopper_kernel":
+        rows = queries, pools[0], parts, H, T * blocks, widths[0], limits[0]
+        attend_rows_hopper_kernel[(plan.programs,)](*rows, DIM=dim, **launch_options(tiles.warps))
+    elif kernel == "attend_v32_hopper_kernel":
+        attend_v32_hopper_kernel[grid](queries, pools[0], parts, H, widths[0], limits[0], SHAPE=shape, **options)
+    elif kernel == "attend_hopper_kernel":
         attend_hopper_kernel[grid](*arguments, SHAPE=shape, **options)
     else:
-        grid = T, plan.splits, head_blocks
+        grid = T, plan.splits, blocks
         attend_kernel[grid](*arguments, SHAPE=shape, num_stages=tiles.stages, **plan.attend.options)
+    if combine is not None:  # in a fixed order
+        shape, grid = CombineShape(d_v, combine.config, raw_shape), (T, H, cdiv(d_v, combine.config.channels))
+        attention_combine_kernel[grid](parts, outputs, raw, H, plan.splits, SHAPE=shape, **combine.options)
+        if parts.largest is not None:
+            torch.amax(parts.largest, 1, out=outputs.largest)
+
+
+def _empty_partials(plan: AttendPlan, q: Tensor, d_v: int, with_largest: bool) -> AttendOutputs:
+    """Split-K partials, without the sink: with one split the kernel would add it, and the combining launch again."""
+    T, H, _ = q.shape
+    dtype = torch.float16 if plan.dtype == torch.float16 else torch.float32
+    partials = torch.empty(T, plan.splits, H, d_v, dtype=dtype, device=q.device)
+    lse = torch.empty(T, plan.splits, H, dtype=torch.float32, device=q.device)
+    return AttendOutputs(partials, 0, 0, lse, torch.empty_like(lse) if with_largest else None, None)
 
 
 def dequantize_and_gather_k_cache(

@@ -238,7 +238,7 @@ class AttendPlan:
     Attributes:
         attend: kernel and tiles; splits: of the keys of a query.
         combine: the launch that combines splits, or rotates and quantises; None if ``attend`` writes the result.
-        dtype: of products; it determines `partial_dtype`.
+        dtype: of products, and of split-K partials where it is float16; others are float32.
         programs: of the persistent `attend_rows_hopper_kernel`.
     """
 
@@ -247,11 +247,6 @@ class AttendPlan:
     combine: Choice | None
     dtype: torch.dtype
     programs: int
-
-    @property
-    def partial_dtype(self) -> torch.dtype:
-        """Dtype of split-K partials."""
-        return torch.float16 if self.dtype == torch.float16 else torch.float32
 
 
 def attend_plan(problem: AttendProblem, gpu: GPU, choice: Choice, splits: int) -> AttendPlan:
