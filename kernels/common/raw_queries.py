@@ -36,26 +36,19 @@ def normed_queries(raw_q: RawQueries) -> Tensor:
     """Heads ``[T, num_heads, d]``, normed and rotated in plain torch, without padding.
 
     Raises:
-        ValueError: as in `check_head_count`.
+        ValueError: as in `check_raw_queries`.
     """
-    check_head_count(raw_q)
+    check_raw_queries(raw_q)
     q = raw_q.q.view(len(raw_q.q), raw_q.num_heads, raw_q.q.shape[1] // raw_q.num_heads)
     freqs_cis = freqs_cis_at(raw_q.cos_sin, raw_q.positions)
     return rotate_(rms_norm(q, raw_q.eps), freqs_cis) if raw_q.norm else apply_rope(q, freqs_cis)
 
 
-def check_head_count(raw_q: RawQueries) -> None:
-    """Raises ValueError unless ``num_heads`` divides the columns of ``q`` and is at most ``padded_heads``."""
-    q, count, padded = raw_q.q, raw_q.num_heads, raw_q.padded_heads
-    if q.dim() != 2 or count < 1 or q.shape[1] % count or padded < count:
-        raise ValueError(
-            f"need q [T, heads * d] and padded_heads >= heads >= 1, got {tuple(q.shape)}, {count} heads, "
-            f"{padded} padded"
-        )
-
-
 def check_raw_queries(raw_q: RawQueries) -> None:
-    """`check_head_count`, and ValueError unless the kernels can read ``q`` and ``positions``."""
-    check_head_count(raw_q)
-    check("q", raw_q.q, ("T", "heads * d"), FLOATS, rows=True)
-    check("positions", raw_q.positions, (len(raw_q.q),))
+    """Raises ValueError unless ``q`` has ``num_heads`` heads, at most ``padded_heads``, and a position for each row."""
+    q, count, padded = raw_q.q, raw_q.num_heads, raw_q.padded_heads
+    check("q", q, ("T", "heads * d"), FLOATS, rows=True)
+    check("positions", raw_q.positions, (len(q),))
+    if count < 1 or q.shape[1] % count or padded < count:
+        shown = f"{tuple(q.shape)}, {count} heads, {padded} padded"
+        raise ValueError(f"need q [T, heads * d] and padded_heads >= heads >= 1, got {shown}")
