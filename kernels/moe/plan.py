@@ -87,7 +87,7 @@ def _wide_gpu(problem: ExpertsProblem, gpu: GPU) -> bool:
 
 FP4 = equals("weights", "fp4")
 HOPPER, PORTABLE = "experts_hopper_kernel", "grouped_product_kernel"
-_SWIGLU, _V41 = "h100_tune_v32.json: moe.swiglu", "h200_tune_v41_flash.json"
+_V41 = "h200_tune_v41_flash.json"
 _FP8_LOADS = "h200_experts.json: rows"
 _FEW_TOKENS, _TILES_CHANGE = "h100_experts.json: few_tokens", "h100_experts.json: where_tiles_change"
 
@@ -228,16 +228,10 @@ PRODUCT_INPUTS = Table(
 COMBINES = one_kernel(
     "moe.combine",
     "moe_combine_kernel",
-    (up_to("values", 1 << 18), LaunchBlock(128, 1), f"{_V41}: moe.combine"),
     (up_to("values", 1 << 22), LaunchBlock(512), "h200_tune_v4_pro.json: moe.combine"),
     (ANY, LaunchBlock(1024)),
 )
-SWIGLUS = one_kernel(
-    "moe.swiglu",
-    "swiglu_kernel",
-    (up_to("values", 1 << 18), LaunchBlock(256, 1), _SWIGLU),
-    (ANY, LaunchBlock(1024), _SWIGLU),
-)
+SWIGLUS = one_kernel("moe.swiglu", "swiglu_kernel", (ANY, LaunchBlock(1024), "h100_tune_v32.json: moe.swiglu"))
 
 
 @planner("moe.experts")
