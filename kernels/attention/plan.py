@@ -189,7 +189,7 @@ ATTEND = Table(
 
 
 def splits_of_keys(problem: AttendProblem, gpu: GPU, choice: Choice) -> int:
-    """Programs among which a query's keys are split (split-K), none of them without a tile of keys."""
+    """Programs that share the keys of a query (split-K); each gets at least one tile of keys."""
     if choice.kernel == "attend_rows_hopper_kernel":
         return 1
     tiles: AttendTiles = choice.config
