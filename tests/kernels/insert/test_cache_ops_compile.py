@@ -50,7 +50,7 @@ def compiled(kernel, kinds, constants, arch, warps=4):
 
 
 HEADS = untyped(norm_rope_triton.HeadArguments)("*bf16", "*fp32", "*i64", "*bf16", "fp32", *6 * ("i32",))
-HEAD_SHAPE = norm_rope_triton.HeadShape(512, 64, 512, 4)
+HEAD_SHAPE = norm_rope_triton.HeadShape(512, 64, 4)
 
 
 def index_args(fmt):
@@ -59,7 +59,7 @@ def index_args(fmt):
 
 
 def index_shape(fmt, native):
-    return IndexQueryShape(64, 128, 64, False, fmt == "fp4", 7, fmt, native, 16)
+    return IndexQueryShape(64, 128, 64, False, fmt == "fp4", fmt, native, 16)
 
 
 def of(*shape, dtype=torch.float32):
