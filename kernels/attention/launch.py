@@ -107,10 +107,9 @@ def attend_raw_q(
         return rows
     plan = plan_attend(AttendProblem.of(q, pools, dim, False, sink, raw_q=True), gpu(q.device))
     lse = None if plan.combine else torch.empty(T, H, dtype=torch.float32, device=q.device)
-    values, scales = rows.values, rows.scale
     arguments = RawQArguments(
-        raw_q.positions, raw_q.cos_sin, len(raw_q.cos_sin), raw_q.eps, fp8_view(values), values.stride(0),
-        values.stride(1), H // groups, scales, scales.stride(1),
+        raw_q.positions, raw_q.cos_sin, len(raw_q.cos_sin), raw_q.eps, fp8_view(rows.values), rows.values.stride(0),
+        rows.values.stride(1), H // groups, rows.scale, rows.scale.stride(1),
     )  # fmt: skip
     shape = RawQShape(TRITON_DTYPES[q.dtype], rope, rotated, raw_q.norm, rows.pow2_scales, plan.attend.native_fp8)
     launch(plan, q, pools, scale, AttendOutputs(None, 0, 0, lse, None, _contiguous(sink)), dim, arguments, shape)
@@ -207,8 +206,7 @@ def _checked_keys(keys: PagedKeys, q: Tensor, sink: Tensor | None) -> AttendedKe
     record.check_pool(pool, n, unit)
     if record.name == "plain":
         pool = pool[:, : pool.shape[1] // unit * unit].view(record.dtype)
-    indices, lens = contiguous_rows(keys.indices), _contiguous(keys.lens)
-    return AttendedKeys(layout, pool, pool.shape[0] * n, indices, lens)
+    return AttendedKeys(layout, pool, len(pool) * n, contiguous_rows(keys.indices), _contiguous(keys.lens))
 
 
 def _entry_layout(record: Record, n: int) -> EntryLayout:

@@ -71,14 +71,10 @@ def _hopper_heads(p: ScoresProblem, gpu: GPU) -> bool:
 
 
 @condition
-def _eight_tokens_a_request(p: ScoresProblem, gpu: GPU) -> bool:
-    """Requests have eight tokens or more on average: the kernel computes eight adjacent tokens at a time."""
-    return HOPPER_TOKENS * p.requests <= p.tokens
-
-
-@condition
-def _fills_the_gpu(p: ScoresProblem, gpu: GPU) -> bool:
-    return cdiv(p.tokens, HOPPER_TOKENS) * cdiv(p.width, HOPPER_KEYS) >= 96 * gpu.multiprocessors
+def _groups_fill_gpu(p: ScoresProblem, gpu: GPU) -> bool:
+    """Requests have eight tokens or more on average, and their groups of eight adjacent tokens fill the GPU."""
+    groups, tiles = cdiv(p.tokens, HOPPER_TOKENS), cdiv(p.width, HOPPER_KEYS)
+    return HOPPER_TOKENS * p.requests <= p.tokens and groups * tiles >= 96 * gpu.multiprocessors
 
 
 @condition
@@ -155,17 +151,14 @@ SCORES = Table(
         "index_scores_kernel": ANY,
     },
     [
-        Row(
-            _eight_tokens_a_request & _fills_the_gpu & ~INVARIANT, "index_scores_hopper_kernel", eight_tokens,
-            "h200_index_scores.json: rows",
-        ),
+        Row(_groups_fill_gpu & ~INVARIANT, "index_scores_hopper_kernel", eight_tokens, "h200_index_scores.json: rows"),
         Row(FP4, DECODE_SCORES, decode_tokens, FEW),
         Row(_many_keys & ~INVARIANT, DECODE_SCORES, decode_tokens, FEW),
         Row(_long_lists & ~INVARIANT, DECODE_SCORES, decode_tokens, "h100_tune_v32.json: indexer.scores"),
         Row(has("exact"), "index_scores_kernel", exact_products),
         Row(ANY, "index_scores_kernel", tokens_in_turn, "h100_tune_v4_flash.json: indexer.scores"),
     ],
-)  # fmt: skip
+)
 
 CANDIDATE_SCORES = one_kernel(
     "indexer.candidate_scores", "candidate_scores_kernel", (has("exact"), exact_products), (ANY, one_token)
