@@ -770,7 +770,8 @@ def checks(data: Data) -> Subject:
     name = f"V4.1-Flash's routed experts by tokens, us (over the portable kernel), `{found[0]['kernel']}`, H200"
     add(name, many, "h200_v41_experts.json")
     tried = ("h200_few_tokens.json", "h200_layer_choices.json", "h200_layer_linears.json", "h200_attend_heads.json",
-             "h200_wide_linears.json", "h100_counters.json", "h200_experts.json")  # fmt: skip
+             "h200_wide_linears.json", "h100_counters.json", "h200_experts.json",
+             "h200_hyper_connections.json")  # fmt: skip
     alone = ("h200_layers_decode.json", "h200_layers_prefill.json")
     count = sum(len(data(name)["rows"]) for name in tried) + sum(len(p["rows"]) for name in alone for p in data(name))
     many = f"{count:,} rows ([notebook](notebook.md))"

@@ -86,7 +86,6 @@ def _balanced_tokens(p: StreamsProblem, gpu: GPU) -> LaunchBlock:
     return LaunchBlock(128 if p.tokens >= MANY_TOKENS and not p.batch_invariant else 1)
 
 
-_VARIANTS = "h200_model.json: hc_post_pre_us"
 _GROUPS = "h200_narrow_products.json: rows_of_groups"
 
 POSTS = one_kernel(
@@ -96,8 +95,7 @@ PRODUCTS = Table(
     "hyper_connection.product",
     {"hc_mix_kernel": ~has("batch_invariant"), "float32_product_kernel": ANY},
     [
-        Row(up_to("tokens", 1), "hc_mix_kernel", MixTiles(1, 64, updates=True), _VARIANTS),
-        Row(up_to("tokens", 8), "hc_mix_kernel", MixTiles(2, 32, updates=True), _VARIANTS),
+        Row(up_to("tokens", 8), "hc_mix_kernel", MixTiles(1, 64, updates=True), "h200_hyper_connections.json: rows"),
         Row(up_to("tokens", 32), "hc_mix_kernel", MixTiles(4, 32)),
         Row(ANY, "float32_product_kernel", None, _GROUPS),
     ],
