@@ -17,7 +17,7 @@ from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import freqs_cis_at, rotate_
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
-from deepseek_attn.kernels.common.tape import reads_values
+from deepseek_attn.kernels.common.tape import reads_values, recording
 
 WIDTH_STEP = 64
 """On the CPU a row is computed at its length rounded up to this many columns, not at the width of the index tensor."""
@@ -99,8 +99,9 @@ def _paged_source(keys: PagedKeys) -> _Source:
     def fetch(slots: Tensor, valid: Tensor, fetched: Tensor) -> None:
         fetched.copy_(keys.record.gather(keys.pool, keys.entries, slots.masked_fill(~valid, -1), dtype))
 
-    read = keys.record.reader(keys.pool, keys.entries, dtype)
-    return _Source(keys.indices, keys.lens, keys.pool.shape[0] * keys.entries, fetch, lambda slots: read(slots).float())
+    reader = keys.record.reader(keys.pool, keys.entries, dtype)
+    read = reader if dtype == torch.float32 else lambda slots: reader(slots).float()
+    return _Source(keys.indices, keys.lens, keys.pool.shape[0] * keys.entries, fetch, read, valid=recording())
 
 
 def _written(result: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -113,7 +114,8 @@ class _Source:
     """Keys of one kv tensor or pool.
 
     ``fetch(rows int64 [r, w], valid [r, w], out float32 [r, w, d])`` writes keys to ``out``, or any finite values for
-    invalid rows; ``read(rows int32 or int64 [n])`` returns the keys float32 ``[n, d]`` of valid rows.
+    invalid rows; ``read(rows int32 or int64 [n])`` returns the keys float32 ``[n, d]`` of valid rows. ``valid``: all
+    rows within the lengths are.
     """
 
     indices: Tensor
@@ -121,6 +123,7 @@ class _Source:
     limit: int
     fetch: Callable[[Tensor, Tensor, Tensor], None]
     read: Callable[[Tensor], Tensor]
+    valid: bool = False
 
     def select(self, rows: Tensor | slice, width: int) -> tuple[Tensor, Tensor]:
         """Indices int64 ``[rows, width]`` and their validity."""
@@ -187,7 +190,7 @@ def _attend_one(
     keys = []
     for source in sources:
         rows = source.indices[0] if source.lens is None else source.indices[0, : max(int(source.lens), 0)]
-        least, most = value_range(rows)
+        least, most = (0, 0) if source.valid else value_range(rows)
         if least < 0 or most >= source.limit:
             rows = rows[(rows >= 0) & (rows < source.limit)]
         if rows.numel():

@@ -29,7 +29,7 @@ READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)  # values that no operat
 NUMPY = {  # of real numbers, rounded once at most; torch's division and square root are not, for some shapes
     **{"mul": np.multiply, "add": np.add, "sub": np.subtract, "copy": np.positive},
     **{"ge": np.greater_equal, "lt": np.less, "eq": np.equal, "bitwise_and": np.bitwise_and, "bitwise_not": np.invert},
-    **{"floor_divide": np.floor_divide, "remainder": np.remainder, "clamp_max": np.minimum, "clamp_min": np.maximum},
+    **{"floor_divide": np.floor_divide, "remainder": np.remainder},
 }
 DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -57,6 +57,17 @@ def reads_values(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs) if tape is None else tape.add_call(function, args, kwargs)
 
     return call
+
+
+def when(condition: Tensor, function: Callable[[], object]) -> None:
+    """Calls ``function`` if the value is true. A tape records its operations when a replay first calls it.
+
+    Operations outside of ``function`` read nothing that it writes, other than those that read values.
+    """
+    if (tape := _recording.get()) is not None:
+        tape.add_branch(condition, function)
+    elif condition:
+        function()
 
 
 def once(function: Callable[P, R]) -> Callable[P, R]:
@@ -87,21 +98,22 @@ class Tape:
     """The operations of ``function``, which is called once, here.
 
     Args:
-        inputs: tensors that the caller changes between runs.
+        inputs: tensors that the caller changes between runs; changing: storages that another tape does.
 
     Raises:
         NotRepeatable: ``function`` reads a value outside of `reads_values`, or its results take more than `MOST_BYTES`.
             What it has written until then stays.
     """
 
-    def __init__(self, function: Callable[[], object], inputs: Iterable[Tensor]):
+    def __init__(self, function: Callable[[], object], inputs: Iterable[Tensor], changing: Iterable[int] = ()):
         self.steps: list[_Step] = []
         self.paused, self.nbytes = False, 0
         self.known: dict[tuple, tuple] = {}  # results of functions that are called `once`
-        self.changing = {_memory(tensor) for tensor in inputs}  # storages that are not the same in each run
+        self.changing = {*map(_memory, inputs), *changing}  # storages that are not the same in each run
         with holding(_recording, self), _Reads(self), _Operations(self):
             function()
         self.calls = self._calls()
+        self.steps.clear()
         self.known.clear()
 
     def replay(self) -> None:
@@ -111,21 +123,40 @@ class Tape:
 
     def add_call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a function that reads values, now and in each replay."""
-        self.paused = True
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            self.paused = False
-        results, call = _as_tuple(result), partial(function, *args, **kwargs)
+        call = partial(function, *args, **kwargs)
+        result = self._call(call)
+        tensors, results = _tensors((args, kwargs)), _as_tuple(result)
 
         def copied() -> None:
             for old, new in zip(results, _as_tuple(call()), strict=True):
-                old.copy_(new)
+                if new is not old:
+                    old.copy_(new)
 
-        tensors = _tensors((args, kwargs))
         self.changing.update(map(_memory, (*tensors, *results)))  # it may write its arguments
         self.steps.append(_Step(tensors, list(results), copied if results else call, always=True))
         return result
+
+    def add_branch(self, condition: Tensor, function: Callable[[], object]) -> None:
+        """Calls a function if the value is true, now and in each replay."""
+        branch, changing = [], self.changing
+
+        def call() -> None:
+            if condition and branch:
+                branch[0].replay()
+            elif condition:
+                branch.append(Tape(function, (), changing))
+
+        if self._call(condition.item):
+            self._call(function)
+        self.steps.append(_Step([condition], [], call, always=True))
+
+    def _call(self, function: Callable[[], R]) -> R:
+        """Calls a function that may read values."""
+        self.paused = True
+        try:
+            return function()
+        finally:
+            self.paused = False
 
     def add(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Calls an operation of torch, and records it."""
@@ -250,8 +281,8 @@ def _in_numpy(name: str, args: tuple, result: Tensor) -> Callable[[], object] | 
     try:
         arrays = [value.numpy() if isinstance(value, Tensor) else value for value in args]
         out = result.numpy()
-        if not np.array_equal(function(*arrays, out=np.empty_like(out)), out):
+        if not np.array_equal(function(*arrays, np.empty_like(out)), out):
             return None
     except (TypeError, RuntimeError, ValueError):  # a dtype that NumPy lacks, a conjugate view
         return None
-    return partial(function, *arrays, out=out)
+    return partial(function, *arrays, out)

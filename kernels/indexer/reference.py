@@ -210,20 +210,23 @@ def _limit(scores: Tensor, num_visible: Tensor, blocks: CandidateBlocks) -> Tens
 def _index_select_of_one(
     queries: IndexQueries, keys: PagedIndexKeys, visible: int, k: int, out: Tensor, out_slots: Tensor | None
 ) -> bool:
-    """`index_select` of one token that sees more than ``k`` entries, with half the number of torch operations.
+    """`index_select` of one token, with half the number of torch operations.
 
-    Returns False and writes nothing if the token sees fewer, or if the selection needs `topk_indices`.
+    Returns False and writes nothing if the selection needs `topk_indices`.
     """
-    if not 0 < k < visible:
-        return False
-    slots = _entry_slots(keys, int(keys.token_to_req), visible)
-    scores = _scores_of(queries, _gather_keys(keys, slots))
-    columns = _topk_of_one(scores[0], k)
+    slots = _entry_slots(keys, int(keys.token_to_req), max(visible, 0))
+    if visible > k > 0:
+        columns = _topk_of_one(_scores_of(queries, _gather_keys(keys, slots))[0], k)
+    else:
+        columns = torch.arange(min(len(slots), k), dtype=torch.int64, device="cpu")
     if columns is None:
         return False
-    out[0] = columns
+    out[0, : len(columns)] = columns
     if out_slots is not None:
-        out_slots[0] = slots.index_select(0, columns)
+        out_slots[0, : len(columns)] = slots.index_select(0, columns)
+    for rest in (out, out_slots) if len(columns) < k else ():
+        if rest is not None:
+            rest[0, len(columns) :] = -1
     return True
 
 

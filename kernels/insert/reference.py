@@ -14,7 +14,7 @@ from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at, rms_norm, rotate_
 from deepseek_attn.kernels.common.quant import QuantizedRows, hadamard, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
-from deepseek_attn.kernels.common.tape import reads_values, recording
+from deepseek_attn.kernels.common.tape import recording, when
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
     CompressBatch,
@@ -155,17 +155,13 @@ def _compress_one(compressors: Sequence[CompressPart], batch: CompressBatch) -> 
     for part in compressors:
         score = part.score + part.ape.index_select(0, phase)
         part.state.view(-1, 2, part.kv.shape[1]).index_copy_(0, row, torch.stack([part.kv, score], dim=1))
-    _insert_closed(compressors, batch)
+    when(batch.slots >= 0, lambda: _insert_closed(compressors, batch))
 
 
-@reads_values
 def _insert_closed(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
     """Inserts the entries of a token that closes a window; a ring holds all tokens of a window."""
-    if int(batch.slots) < 0:
-        return
-    last, pooled, first_row = int(batch.positions), batch.pooled_tokens, int(batch.ring_pages) * batch.rows
-    wanted = torch.arange(last - pooled + 1, last + 1, dtype=torch.int64, device="cpu")
-    rows, absent = wanted % batch.rows + first_row, (wanted < 0).unsqueeze(1)
+    places = torch.arange(1 - batch.pooled_tokens, 1, dtype=torch.int64, device="cpu") + batch.positions
+    rows, absent = places % batch.rows + batch.ring_pages.long() * batch.rows, (places < 0).unsqueeze(1)
     position = batch.positions // batch.ratio * batch.ratio
     for part in compressors:
         found = part.state.view(-1, 2, part.kv.shape[1]).index_select(0, rows)

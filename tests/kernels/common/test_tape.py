@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.common import tape as module
-from deepseek_attn.kernels.common.tape import NotRepeatable, Tape, reads_values, recording
+from deepseek_attn.kernels.common.tape import NotRepeatable, Tape, reads_values, recording, when
 
 
 def on_cpu(*values: float) -> Tensor:
@@ -58,12 +60,24 @@ def in_place(x: Tensor) -> Tensor:
     return y
 
 
+def branched(x: Tensor) -> Tensor:
+    y = x * 2
+    when(x[0] > 0, lambda: y.index_copy_(0, x[:1].long(), x[1:2] + 5))
+    return double(y)
+
+
+@reads_values
+def double(x: Tensor) -> Tensor:
+    return x + x
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "views and a product": lambda x: F.linear(x.view(1, 3), TABLE).t()[1:].flatten() + x.double()[0],
     "indexing": lambda x: TABLE[x.long()] + TABLE.index_select(0, x.long()).masked_fill(x > 1, -1),
     "two results": lambda x: torch.cat([*x.sort(stable=True, descending=True), *x.aminmax()[:1][0].view(1, 1)]),
     "rows written": assigned,
     "in place": in_place,
+    "a branch": branched,
     "values read": lambda x: first_ones(x) * x,
     "functions of nn": lambda x: F.silu(x) + F.softplus(x).softmax(-1) + F.rms_norm(x, (3,)),
 }
@@ -72,6 +86,16 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_repeats_with_new_values(name: str) -> None:
     assert_repeats(FUNCTIONS[name], on_cpu(0, 1, 2), on_cpu(2, 0, 1), on_cpu(1, 2, 0))
+
+
+def test_is_freed_with_its_last_user() -> None:
+    x = on_cpu(0, 1, 2)
+    tape = Tape(lambda: branched(in_place(x)), [x])
+    alive = weakref.ref(tape)
+    gc.disable()
+    del tape
+    gc.enable()
+    assert alive() is None
 
 
 def test_leaves_out_what_does_not_change() -> None:
