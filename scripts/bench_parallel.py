@@ -9,7 +9,8 @@ Weights are random, drawn on the GPUs in the formats of a published checkpoint. 
     prefill      a step of one long prompt; with data-parallel attention, of one on each rank
     decode       a decode step: as it is, with all messages through NCCL, with communication left out, and eagerly
     generate     requests through the engine
-    drafts       requests through the engine, with and without drafts, which are right by lot; only in ``tp``
+    drafts       requests of ``--context`` tokens through the engine, with and without drafts, which are right by lot;
+                 only in ``tp``
     check_exact  logits in float32, and with CUDA graphs
 
 All steps except the first run in each layout: ``tp``, in which all ranks have the same tokens, and ``dp``,
@@ -228,7 +229,8 @@ class Bench:
         """Builds the whole model, and runs the steps that need it."""
         self.step, parallel, args = "load", self.parallel(layout), self.args
         start = time.perf_counter()
-        longest = max(args.context, args.prompt + args.tokens + max(args.drafts), args.prefill)
+        more = args.tokens + max(args.drafts)
+        longest = max(args.context + more * ("drafts" in args.steps), args.prompt + more, args.prefill)
         runner = self.runner(self.source, parallel, [longest])
         facts = {"layout": layout, "layers": len(runner.backbone_layers), "bytes_loaded": runner.report.bytes}
         if self.cuda:
@@ -339,21 +341,26 @@ class Bench:
         )
 
     def drafts(self, runner: ModelRunner) -> None:
-        """Requests through the engine, the ways alternately; on a CPU there are no CUDA graphs and nothing to time."""
+        """Requests through the engine, the ways alternately; on a CPU there are no CUDA graphs and nothing to time.
+
+        All tokens of a request but the last count as computed; the caches hold random entries.
+        """
         args = self.args
         if runner.graphs is None:
             self.say(left_out=runner.graph_problem)
             return
+        fill_caches(runner)
         acceptance = SetAcceptance(runner, max(args.drafts))
         ways = [(n, rate) for n in args.drafts for rate in args.acceptance]
         variants = [DecodingVariant(), *(DecodingVariant(n, acceptance=rate) for n, rate in ways)]
         kept = ("drafts", "acceptance", "tokens_per_second", "speedup", "step_us", "tokens_per_step", "device_us")
         with acceptance.installed():
             for batch in args.batch:
-                texts = self.prompts([args.prompt] * batch)
-                for timing in time_engine(runner, texts, variants, args.tokens, rounds=1, acceptance=acceptance):
+                texts = self.prompts([args.context] * batch)
+                options: dict[str, Any] = {"rounds": 1, "acceptance": acceptance, "computed": True}
+                for timing in time_engine(runner, texts, variants, args.tokens, **options):
                     row = timing.row()
-                    self.say(layout="tp", batch=batch, prompt=args.prompt, **{name: row[name] for name in kept})
+                    self.say(layout="tp", batch=batch, context=args.context, **{name: row[name] for name in kept})
 
 
 def own_part(batch: int, parallel: Parallel) -> int:

@@ -19,6 +19,7 @@ from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.engine.stats import EngineStats
 from deepseek_attn.kernels.sampling import accept_drafts
 from deepseek_attn.kernels.sampling.types import AcceptedDrafts
+from deepseek_attn.lab.bench.layer import past
 from deepseek_attn.lab.bench.structured import RECORDS
 from deepseek_attn.lab.bench.timing import GraphReplays
 from deepseek_attn.lab.training.text import TEST_SHARE, sample_text
@@ -144,6 +145,7 @@ def time_engine(
     rounds: int = 3,
     tokenizer: Tokenizer | None = None,
     acceptance: SetAcceptance | None = None,
+    computed: bool = False,
 ) -> list[EngineTiming]:
     """Times greedy decoding of ``num_tokens`` tokens after each prompt, all prompts at once, the variants alternately.
 
@@ -153,6 +155,7 @@ def time_engine(
         variants: the first variant is the baseline.
         tokenizer: needed by structured output; generated tokens are then decoded to text.
         acceptance: an installed `SetAcceptance`, if variants set ``acceptance``. Then every variant with drafts must.
+        computed: only the last token of each prompt is computed; the caches have what they have of the others.
 
     Raises:
         ValueError: drafts without an MTP layer, or more than a step can verify, or too few tokens to time.
@@ -163,7 +166,7 @@ def time_engine(
         for variant in variants:
             if acceptance and variant.drafts:
                 acceptance.set(variant.acceptance)
-            found = run_variant(runner, variant, prompts, num_tokens, tokenizer)
+            found = run_variant(runner, variant, prompts, num_tokens, tokenizer, computed)
             passes[variant] += [found] if number else []
     baseline = passes[variants[0]]
     return [summary(variant, passes[variant], baseline, len(prompts)) for variant in variants]
@@ -229,21 +232,25 @@ def run_variant(
     prompts: list[list[int]],
     num_tokens: int,
     tokenizer: Tokenizer | None = None,
+    computed: bool = False,
 ) -> Pass:
     """Runs the prompts once, in a new engine. The runner's settings are restored afterwards."""
     before = runner.graphs, runner.decode_query_len
     runner.graphs, runner.decode_query_len = runner.graphs if variant.graphs else None, 1
     try:
         decoder = MTPSpeculation(runner, variant.drafts) if variant.drafts else None
-        return run_engine(Engine(runner, tokenizer, decoder), prompts, variant.params(num_tokens))
+        return run_engine(Engine(runner, tokenizer, decoder), prompts, variant.params(num_tokens), computed)
     finally:
         runner.graphs, runner.decode_query_len = before
 
 
 @torch.inference_mode()
-def run_engine(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Pass:
-    """Runs all prompts to their end."""
-    requests = [engine.add_request(prompt, params) for prompt in prompts]
+def run_engine(engine: Engine, prompts: list[list[int]], params: SamplingParams, computed: bool = False) -> Pass:
+    """Runs all prompts to their end; ``computed``: see `time_engine`."""
+    requests, runner = [engine.add_request(prompt, params) for prompt in prompts], engine.runner
+    for request in requests if computed else ():
+        runner.manager.free(request.sequence.cache)
+        request.sequence.cache = past(runner, len(request.sequence.token_ids) - 1)
     found, steady, prompt_seconds, prompt_tokens = Pass(), [], 0.0, 0
     with GraphReplays() as replays:
         while engine.has_unfinished:

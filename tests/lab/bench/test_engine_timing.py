@@ -86,7 +86,7 @@ def test_a_set_acceptance():
 def test_a_pass_counts_what_comes_after_the_prompts():
     config = cut_config(ModelConfig.from_pretrained("tiny"), 2)
     runner = ModelRunner.from_config(config, device="cpu", max_model_len=64, max_num_seqs=3, max_num_batched_tokens=16)
-    prompts = list(random_prompts(config.vocab_size, 3, 20))
+    prompts, free = list(random_prompts(config.vocab_size, 3, 20)), runner.manager.available_pages()
     found = bench.run_variant(runner, DecodingVariant(), prompts, 14)
     assert [len(tokens) for tokens in found.tokens] == [14, 14, 14]
     # 60 prompt tokens take 4 steps of 16, in the last of which the first two requests have begun to decode
@@ -95,6 +95,9 @@ def test_a_pass_counts_what_comes_after_the_prompts():
     assert found.device_seconds is None
     with pytest.raises(ValueError, match="2 new tokens per request: 0 steps in which all 3 requests"):
         bench.run_variant(runner, DecodingVariant(), prompts, 2)
+    found = bench.run_variant(runner, DecodingVariant(), prompts, 14, computed=True)
+    assert (found.prompt_tokens, found.generated) == (0, 3 * 14)  # the last token of each prompt is a decode
+    assert runner.manager.available_pages() == free
 
 
 def make_pass(seconds, generated, steps, counts=(), device=None, tokens=((1, 2), (3, 4))):
