@@ -120,8 +120,13 @@ def decodes_fp8(problem: LinearProblem, gpu: GPU) -> bool:
 
 @condition
 def streams_weights(problem: LinearProblem, gpu: GPU) -> bool:
-    """Weights of 32 MiB or more: a ring is set up before smaller ones are read. Inputs of more than 64 KiB lose."""
-    return problem.weight_values >= 1 << 25 and problem.blocks * _token_tile(problem, 8, 16) <= 512
+    """Weights of 32 MiB or more: a ring is set up before smaller ones are read. Inputs of more than 64 KiB lose.
+
+    Of 16 MiB or more for up to 8 tokens of 1024 or 4096 channels, as two ranks have of V4-Flash: h200_ranks.json.
+    """
+    halves = problem.channels <= 1024 or (problem.channels == 4096 and len(problem.fp8) == 1)
+    least = 1 << 24 if halves and problem.planned_tokens <= 8 else 1 << 25
+    return problem.weight_values >= least and problem.blocks * _token_tile(problem, 8, 16) <= 512
 
 
 @condition

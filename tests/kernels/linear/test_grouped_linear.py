@@ -117,6 +117,7 @@ def problem(M, H, d, groups, rank, rope_dim, dtype=BF16, spare=3):
 
 SHAPES = {
     "flash": (64, 512, 8, 1024, 64),
+    "half of flash": (32, 512, 4, 1024, 64),
     "pro": (128, 512, 16, 1024, 64),
     "odd": (12, 128, 3, 200, 32),
     "small heads": (32, 64, 4, 72, 64),
