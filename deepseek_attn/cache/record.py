@@ -17,8 +17,8 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import value_range
 from deepseek_attn.kernels.common.device import FLOATS
-from deepseek_attn.kernels.common.tape import recording
 from deepseek_attn.utils.registry import Registry
+from deepseek_attn.utils.tape import recording
 
 RECORD_KINDS = ("plain", "fp8_ds_mla", "fp8_fp4", "fp8", "fp4", "fp8_v4", "fp8_v32", "fp8_v41", "fp4_v41")
 """Names of the package's own records, for keys and index keys; names that only `Numerics` uses included."""

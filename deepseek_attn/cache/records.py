@@ -19,7 +19,7 @@ from deepseek_attn.kernels.common.quant import (
     quantize_fp4,
     quantize_fp8,
 )
-from deepseek_attn.kernels.common.tape import recording
+from deepseek_attn.utils.tape import recording
 
 _PAGE_ALIGN = 576  # bytes; FlashMLA's tensor maps address pools as rows of 576 bytes
 

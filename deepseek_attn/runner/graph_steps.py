@@ -17,12 +17,12 @@ from deepseek_attn.attention.builder import LayerSpecs
 from deepseek_attn.attention.decode_builder import DecodeBatch, RowOwners, build_decode_metadata
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.common.tape import Tape
 from deepseek_attn.kernels.indices import DecodeRows, decode_rows
 from deepseek_attn.kernels.sampling import accept_drafts, greedy_tokens
 from deepseek_attn.layers.engram import EngramTables, RowBuffers
 from deepseek_attn.models.block import Backbone, layer_specs
 from deepseek_attn.runner.device_tables import DeviceTables
+from deepseek_attn.utils.tape import Tape
 
 
 class StepSize(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.manager import SequenceCache
-from deepseek_attn.kernels.common.tape import NotRepeatable
 from deepseek_attn.models.block import Backbone
 from deepseek_attn.runner.graphs import DecodeGraphs, DecodeRun, Step
+from deepseek_attn.utils.tape import NotRepeatable
 
 FIRST = 48  # steps that are computed as they are: recording one takes as long as 50 of them
 

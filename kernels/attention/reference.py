@@ -17,7 +17,7 @@ from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import freqs_cis_at, rotate_
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
-from deepseek_attn.kernels.common.tape import reads_values, recording
+from deepseek_attn.utils.tape import reads_values, recording
 
 WIDTH_STEP = 64
 """On the CPU a row is computed at its length rounded up to this many columns, not at the width of the index tensor."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.context import holding
+from deepseek_attn.utils.context import holding
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of activations."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from deepseek_attn.kernels.common.context import holding
 from deepseek_attn.kernels.common.device import compute_capability, on_gpu
+from deepseek_attn.utils.context import holding
 
 MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
 NO_TRITON = "the package triton is not installed: pip install triton"

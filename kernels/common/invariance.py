@@ -14,7 +14,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.context import holding
+from deepseek_attn.utils.context import holding
 
 MANY_ROWS = 1 << 20  # rows that launches are configured for; no table of configurations distinguishes more
 ROW_TILE = 64  # rows of a tile that a library computes

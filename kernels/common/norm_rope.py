@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.invariance import in_row_tiles
-from deepseek_attn.kernels.common.tape import once
+from deepseek_attn.utils.tape import once
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:

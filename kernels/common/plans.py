@@ -24,9 +24,9 @@ from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from deepseek_attn.kernels.common.context import holding
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import MANY_ROWS
+from deepseek_attn.utils.context import holding
 
 NOT_MEASURED = "not measured"
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.common.norm_rope import inverse_rms, rms_norm
-from deepseek_attn.kernels.common.tape import reads_values
 from deepseek_attn.kernels.hyper_connection.types import DelayedInput, HyperConnection, SublayerInput, SublayerOutput
+from deepseek_attn.utils.tape import reads_values
 
 FEW_TOKENS = 32
 """Up to this many, Sinkhorn's rounds on a CPU are NumPy's: 78 operations, 70 us (35 for one token) instead of 150."""

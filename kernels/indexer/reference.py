@@ -14,7 +14,6 @@ from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at
 from deepseek_attn.kernels.common.quant import dequantize_fp4, hadamard, quantize_fp4, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries
-from deepseek_attn.kernels.common.tape import reads_values
 from deepseek_attn.kernels.indexer.types import (
     KEY_FORMATS,
     SCORE_BYTES,
@@ -26,6 +25,7 @@ from deepseek_attn.kernels.indexer.types import (
 from deepseek_attn.kernels.insert.reference import query_norm_rope
 from deepseek_attn.kernels.latent.reference import absorb_queries
 from deepseek_attn.kernels.latent.types import LatentQueries
+from deepseek_attn.utils.tape import reads_values
 
 GEMM_BYTES = 16 << 20
 KEYS_PER_BLOCK = 4096

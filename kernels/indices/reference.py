@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import check
-from deepseek_attn.kernels.common.tape import recording
 from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
+from deepseek_attn.utils.tape import recording
 
 INT32_MAX = 2**31 - 1
 

@@ -14,7 +14,6 @@ from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at, rms_norm, rotate_
 from deepseek_attn.kernels.common.quant import QuantizedRows, hadamard, quantize_fp8
 from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
-from deepseek_attn.kernels.common.tape import recording, when
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
     CompressBatch,
@@ -23,6 +22,7 @@ from deepseek_attn.kernels.insert.types import (
     LatentAndKey,
     TokenRows,
 )
+from deepseek_attn.utils.tape import recording, when
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import constant
 from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.common.tape import reads_values, recording
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED, dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.types import (
     UNGROUPED,
@@ -27,6 +26,7 @@ from deepseek_attn.kernels.moe.types import (
     expert_parts,
 )
 from deepseek_attn.kernels.moe.uses import DECAY, MAX_TOKENS, USE
+from deepseek_attn.utils.tape import reads_values, recording
 
 # CPU matrix products round a row differently when there are fewer rows than a tile. Padding to whole tiles makes a
 # token's result independent of which other tokens chose the same expert. So do products of one row at a time, which are

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.kernels.common import tape as module
-from deepseek_attn.kernels.common.tape import NotRepeatable, Tape, reads_values, recording, when
+from deepseek_attn.utils import tape as module
+from deepseek_attn.utils.tape import NotRepeatable, Tape, reads_values, recording, when
 
 
 def on_cpu(*values: float) -> Tensor:

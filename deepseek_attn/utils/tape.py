@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepseek_attn.kernels.common.context import holding
+from deepseek_attn.utils.context import holding
 
 P = ParamSpec("P")
 R = TypeVar("R")
