@@ -132,7 +132,8 @@ def test_a_kernel_that_does_not_compile_is_reported_and_not_tried_again(monkeypa
 
 def test_a_problem_is_timed_in_the_first_step_that_has_it(monkeypatch):
     pytest.importorskip("triton", reason="the package triton is not installed")
-    from deepseek_attn.kernels.moe import swiglu
+    from deepseek_attn.kernels.linear import quantize_input
+    from deepseek_attn.kernels.linear.plan import QUANTIZERS
     from deepseek_attn.lab.bench import tune
     from deepseek_attn.runner.ahead import pool, recording
 
@@ -140,7 +141,7 @@ def test_a_problem_is_timed_in_the_first_step_that_has_it(monkeypatch):
     def stages(runner, batch, tokens, context):
         sizes, device = [batch * tokens, 4096], torch.device("meta")
         rows = [torch.empty(n, 256, dtype=torch.bfloat16, device=device) for n in sizes]
-        yield [("experts", [lambda: None, *(lambda x=x: swiglu(x, x, 0.0) for x in rows)])]
+        yield [("attention", [lambda: None, *(lambda x=x: quantize_input(x) for x in rows)])]
 
     def timings(calls, consulted, rows, repeats):
         yield from (RowTiming(row.kernel, "", row.when.name, row.source, 1.0) for row in (ROWS[0], *rows))
@@ -152,12 +153,12 @@ def test_a_problem_is_timed_in_the_first_step_that_has_it(monkeypatch):
     monkeypatch.setattr(pool, "compile_all", lambda variants, workers, tell, seconds: compiled.extend(variants))
     monkeypatch.setattr(recording.Variant, "is_cached", lambda variant: variant.key in [one.key for one in compiled])
     runner = untyped(SimpleNamespace(device=torch.device("meta")))
-    found = list(tune.time_tables(runner, tables_of("moe"), [(1, 1, 512), (8, 1, 512), (1, 1, 512)]))
-    assert [(one.problem["values"], one.batch, one.launches, one.calls) for one in found] == [
-        (256, 1, 1, 2), (4096 * 256, 1, 1, 2), (8 * 256, 8, 1, 2),
+    found = list(tune.time_tables(runner, tables_of("linear"), [(1, 1, 512), (8, 1, 512), (1, 1, 512)]))
+    assert [(one.problem["rows"], one.batch, one.launches, one.calls) for one in found] == [
+        (1, 1, 1, 2), (4096, 1, 1, 2), (8, 8, 1, 2),
     ]  # fmt: skip
-    assert {len(one.others) for one in found} == {1}
-    assert {variant.name for variant in compiled} == {"swiglu_kernel"}
+    assert {len(one.others) for one in found} == {len(QUANTIZERS.rows) - 1}
+    assert {variant.name for variant in compiled} == {"quantize_input_kernel"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
