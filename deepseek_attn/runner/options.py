@@ -109,7 +109,7 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
         parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         function.__signature__ = signature.replace(parameters=[*parameters, *shared])  # pyright: ignore[reportAttributeAccessIssue]  # read by inspect.signature
         texts = explanations()
-        lines = [f"    {p.name}={p.default!r}: {texts[p.name]}" for p in shared]
+        lines = [f"    {p.name}={p.default!r}: {texts.get(p.name, '')}" for p in shared]  # none with python -OO
         function.__doc__ = "\n".join(
             [inspect.getdoc(function) or "", "", "Options, with their defaults:", *lines]
         ).strip()

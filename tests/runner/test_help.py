@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+import subprocess
+import sys
 
 import pytest
 
@@ -44,3 +46,8 @@ def test_the_defaults_are_those_that_a_runner_is_built_with(monkeypatch):
     shown = inspect.signature(LLM).parameters
     assert {name: shown[name].default for name in real} == real
     assert f"compile_ahead={llm_module.COMPILE_AHEAD}: " in pydoc.plain(pydoc.render_doc(LLM))
+
+
+def test_without_docstrings():
+    """``python -OO`` strips the docstrings that options are explained from."""
+    subprocess.run([sys.executable, "-OO", "-c", "from deepseek_attn import LLM, ModelRunner"], check=True)
