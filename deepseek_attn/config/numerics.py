@@ -31,7 +31,7 @@ class Numerics:
         pow2_activation_scales: FP8 scales of linear inputs are powers of two (``scale_fmt`` ue8m0). A model decides
             this, not a preset: DeepSeek-V3 has raw scales, all later ones powers of two.
         fp8_group: channels of a linear's input, and rows and columns of its weight, that share an FP8 scale: 128, or
-            32, official for DeepSeek-V4.1, which no kernel for Hopper takes.
+            32, official for DeepSeek-V4.1.
         weight_block: rows and columns of a block of an FP8 weight as it is stored: 128, or 32 in DeepSeek-V4.1, whose
             blocks are merged where ``fp8_group`` is 128. A model decides this too.
     """

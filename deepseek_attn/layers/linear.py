@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -111,6 +112,8 @@ def join_weights(linears: Sequence[Linear]) -> None:
 class GroupedLinear(Linear):
     """Block-diagonal linear: ``z[t, g] = W[g] x[t, g]`` with ``W = weight.view(groups, out, in)`` (``wo_a``).
 
+    Without an FP8 input, a GPU's weight is dequantised at load, as in DeepSeek's own code: bfloat16 holds its values.
+
     Args:
         groups: number of groups; the weight is ``[groups * out_features, in_features]``.
         in_features, out_features: of one group.
@@ -128,6 +131,8 @@ class GroupedLinear(Linear):
         shard: Shard | None = None,
     ):
         rows, fp8_input = groups * out_features, numerics.fp8_wo_a_input
+        if not fp8_input and torch.device(device).type != "cpu":
+            numerics = replace(numerics, quantized_weights=False)
         super().__init__(in_features, rows, numerics, dtype, device, fp8_input=fp8_input, shard=shard)
         self.groups = self.out_features // out_features
 

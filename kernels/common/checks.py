@@ -46,14 +46,14 @@ def check(
 
 
 def check_quantized(name: str, rows: QuantizedRows, shape: Sequence[int]) -> None:
-    """Checks FP8 rows ``[M, K]`` with scales ``[M, K / 128]``, which have stride 1 along the rows.
+    """Checks FP8 rows ``[M, K]`` with a scale per 128 or 32 channels; scales have stride 1 along the rows.
 
     Raises:
         ValueError: shape, dtype or strides differ.
     """
-    M, K = shape
+    (M, K), group = shape, 32 if rows.group == 32 else 128
     check(name, rows.values, shape, torch.float8_e4m3fn, rows=True)
-    check(f"transposed scales of {name}", rows.scale.t(), (K // 128, M), torch.float32, rows=True)
+    check(f"transposed scales of {name}", rows.scale.t(), (K // group, M), torch.float32, rows=True)
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

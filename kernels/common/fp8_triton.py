@@ -191,26 +191,26 @@ def quantize_groups(x, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.c
 
 
 @triton.jit
-def quantize_pairs(first, second, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Rounds neighbouring channels ``first`` and ``second``, float32, to e4m3 with a scale per 128 channels.
+def quantize_pairs(first, second, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, PAIRS: tl.constexpr = 64):
+    """Rounds neighbouring channels ``first`` and ``second``, float32, to e4m3 with a scale per ``PAIRS`` pairs.
 
     Args:
-        first, second: ``[pairs]`` or ``[rows, pairs]``; 64 pairs share a scale.
+        first, second: ``[pairs]`` or ``[rows, pairs]``.
 
     Returns:
-        `e4m3_pairs` of the same shape, and float32 scales ``[pairs / 64]`` or ``[rows, pairs / 64]``.
+        `e4m3_pairs` of the same shape, and float32 scales ``[pairs / PAIRS]`` or ``[rows, pairs / PAIRS]``.
     """
     # the largest magnitude by its bits, of which a NaN has more than any number
     bits = tl.maximum(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     if len(first.shape) == 1:
-        GROUPS: tl.constexpr = first.shape[0] // 64
-        scale, factor = group_scales(tl.max(tl.reshape(bits, (GROUPS, 64)), 1), POW2)
-        factor = tl.reshape(tl.broadcast_to(factor[:, None], (GROUPS, 64)), first.shape)
+        GROUPS: tl.constexpr = first.shape[0] // PAIRS
+        scale, factor = group_scales(tl.max(tl.reshape(bits, (GROUPS, PAIRS)), 1), POW2)
+        factor = tl.reshape(tl.broadcast_to(factor[:, None], (GROUPS, PAIRS)), first.shape)
     else:
         ROWS: tl.constexpr = first.shape[0]
-        GROUPS: tl.constexpr = first.shape[1] // 64
-        scale, factor = group_scales(tl.max(tl.reshape(bits, (ROWS, GROUPS, 64)), 2), POW2)
-        factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, GROUPS, 64)), first.shape)
+        GROUPS: tl.constexpr = first.shape[1] // PAIRS
+        scale, factor = group_scales(tl.max(tl.reshape(bits, (ROWS, GROUPS, PAIRS)), 2), POW2)
+        factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, GROUPS, PAIRS)), first.shape)
     return e4m3_pairs(scaled(first, factor, POW2), scaled(second, factor, POW2), NATIVE_FP8), scale
 
 

@@ -55,11 +55,11 @@ class InputFormat(NamedTuple):
 
 
 class QuantizedRows(NamedTuple):
-    """Rows quantised to FP8 per token and 128 channels: the input of FP8 linears.
+    """Rows quantised to FP8 per token and 128 or 32 channels: the input of FP8 linears.
 
     Attributes:
         values: float8_e4m3fn ``[M, K]``, rows contiguous; by group ``[groups, M, K / groups]``.
-        scale: float32 ``[M, K / 128]`` with stride 1 along the rows, as cuBLAS reads it.
+        scale: float32 ``[M, K / 128]`` or ``[M, K / 32]`` with stride 1 along the rows, as cuBLAS reads it.
         pow2_scales: the scales are powers of two.
     """
 
@@ -67,26 +67,33 @@ class QuantizedRows(NamedTuple):
     scale: Tensor
     pow2_scales: bool = True
 
+    @property
+    def group(self) -> int:
+        """Channels that share a scale."""
+        channels = self.values.shape[-1] * (self.values.shape[0] if self.values.dim() == 3 else 1)
+        return channels // max(1, self.scale.shape[1])
+
     def take(self, rows: Tensor) -> QuantizedRows:
         """A copy of some rows, int64 ``[n]``, of values ``[M, K]``."""
         values, scale = self.values.view(torch.uint8).index_select(0, rows), self.scale.index_select(0, rows)
-        taken = empty_quantized_rows(len(rows), self.values.shape[1], rows.device, self.pow2_scales)
+        channels = self.values.shape[1]
+        taken = empty_quantized_rows(len(rows), channels, rows.device, self.pow2_scales, group=self.group)
         taken.values.view(torch.uint8).copy_(values)
         taken.scale.copy_(scale)
         return taken
 
 
 def empty_quantized_rows(
-    M: int, channels: int, device: torch.device, pow2_scales: bool = True, groups: int | None = None
+    M: int, channels: int, device: torch.device, pow2_scales: bool = True, groups: int | None = None, group: int = 128
 ) -> QuantizedRows:
-    """Allocates values ``[M, channels]``, or ``[groups, M, channels / groups]``, and scales ``[M, channels / 128]``.
+    """Allocates values ``[M, channels]``, or ``[groups, M, channels / groups]``, and scales ``[M, channels / group]``.
 
     The memory has rows up to a multiple of ``ROW_MULTIPLE``, for `linear.cublas.padded_rows`.
     """
     rows = -(-M // ROW_MULTIPLE) * ROW_MULTIPLE
     shape = (rows, channels) if groups is None else (groups, rows, channels // groups)
     values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)[..., :M, :]
-    scale = torch.empty(channels // 128, rows, dtype=torch.float32, device=device)[:, :M].t()
+    scale = torch.empty(channels // group, rows, dtype=torch.float32, device=device)[:, :M].t()
     return QuantizedRows(values, scale, pow2_scales)
 
 

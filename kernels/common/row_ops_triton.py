@@ -215,12 +215,12 @@ def store_rows(y, slot, pool_ptr, page_stride, ENTRY: tl.constexpr, NATIVE_FP8: 
 
 
 class Fp8Rows(NamedTuple):
-    """Runtime arguments: rows that are stored as FP8 with a scale per 128 channels, the input of an FP8 linear.
+    """Runtime arguments: rows that are stored as FP8 with a scale per group of channels, the input of an FP8 linear.
 
     Attributes:
         codes: ``[T, channels]`` FP8, or bytes where the GPU has no FP8; stride: between rows. (The name "values" is
             taken by Triton's tuples.)
-        scale: float32 ``[T, channels / 128]``, contiguous along the rows; scale_stride: between groups of channels.
+        scale: float32 ``[T, channels / group]``, contiguous along the rows; scale_stride: between groups of channels.
     """
 
     codes: Tensor

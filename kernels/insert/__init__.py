@@ -33,7 +33,7 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
     The latent is ``rms_norm(qr, q_weight)``; the key is ``rms_norm(kv, kv_weight)`` with its last ``rope_dim`` channels
     rotated at ``positions``. Arithmetic is float32, rounded to the dtype after the norm and again after the rotation;
     ``cache.record.encode`` of the rounded key is stored. ``qr_fp8`` is ``quantize_fp8`` of the rounded latent per token
-    and 128 channels. Rows do not depend on one another; no tokens are fine; a slot of -1 stores nothing. NaN and
+    and group of channels. Rows do not depend on one another; no tokens are fine; a slot of -1 stores nothing. NaN and
     infinities stay visible: the entry of such a row decodes to NaN.
 
     A compressor pools windows of tokens into one entry each and stores it, and the rows that open windows need. Every
@@ -69,7 +69,7 @@ def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tens
     layer-normed with weight and bias, rotated in pairs ``(i, i + rope_dim / 2)`` of its *first* ``rope_dim`` channels
     and, with ``hadamard``, multiplied by a Hadamard matrix. Arithmetic is float32, rounded to the dtype after each of
     these steps; ``record.encode`` of the rounded rows is stored, and nothing of rows whose slot is -1. ``qr_fp8`` is
-    ``quantize_fp8`` of the rounded query latent per token and 128 channels. Rows do not depend on one another; no
+    ``quantize_fp8`` of the rounded query latent per token and group of channels. Rows do not depend on one another; no
     tokens are fine. NaN and infinities stay visible: the entry of such a row decodes to NaN.
 
     Returns:

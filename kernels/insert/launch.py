@@ -176,12 +176,13 @@ def _query_latent(tokens: TokenRows) -> tuple[QueryLatentArguments, QueryLatentS
     check("qr", qr, (len(tokens.positions), "q_lora"), FLOATS, rows=True)
     check("the weight of qr", tokens.q_weight, qr.shape[1:])
     if fp8 is not None:
-        if lora % 128:
-            raise ValueError(f"a quantised latent needs a multiple of 128 channels, got {lora}")
+        if lora % fp8.group:
+            raise ValueError(f"a quantised latent needs a multiple of {fp8.group} channels, got {lora}")
         check_quantized("quantised latent", fp8, qr.shape)
     out = torch.empty_like(qr, memory_format=torch.contiguous_format)
     arguments = QueryLatentArguments(qr, qr.stride(0), tokens.q_weight, out, out.stride(0), tokens.eps, fp8_rows(fp8))
-    return arguments, QueryLatentShape(lora, fp8 is not None and fp8.pow2_scales)
+    pow2, group = (False, 0) if fp8 is None else (fp8.pow2_scales, fp8.group)
+    return arguments, QueryLatentShape(lora, pow2, group)
 
 
 def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tensor:

@@ -70,10 +70,11 @@ class QueryLatentArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryLatentShape:
-    """Constants of `norm_query_latent`: channels of a latent; POW2: FP8 scales are powers of two."""
+    """Constants of `norm_query_latent`: channels of a latent; POW2, GROUP: of FP8 scales."""
 
     LORA: int
     POW2: bool
+    GROUP: int
 
 
 class HeadArguments(NamedTuple):
@@ -158,11 +159,12 @@ def norm_query_latent(t, query, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     if query.fp8 is not None:
         # y is rounded already: these are the codes that a linear would compute from the stored row
         fp8 = query.fp8
-        group = tl.arange(0, BLOCK // 128)
-        groups = tl.reshape(y, (BLOCK // 128, 128))
-        channel = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        GROUP: tl.constexpr = SHAPE.GROUP
+        group = tl.arange(0, BLOCK // GROUP)
+        groups = tl.reshape(y, (BLOCK // GROUP, GROUP))
+        channel = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         codes, scales = fp8.codes + t * fp8.stride + channel, fp8.scale + t + group * fp8.scale_stride
-        store_fp8_groups(groups, codes, scales, channel < LORA, group < LORA // 128, SHAPE.POW2, NATIVE_FP8)
+        store_fp8_groups(groups, codes, scales, channel < LORA, group < LORA // GROUP, SHAPE.POW2, NATIVE_FP8)
 
 
 @triton.jit

@@ -122,7 +122,7 @@ def insert_latents(tokens: TokenRows, index: IndexKeyRows | None = None) -> Tens
 
 def _store_quantized(rows: Tensor, buffers: QuantizedRows | None) -> None:
     if buffers is not None:
-        values, scale = quantize_fp8(rows, 128, pow2=buffers.pow2_scales)
+        values, scale = quantize_fp8(rows, buffers.group, pow2=buffers.pow2_scales)
         buffers.values.copy_(values)
         buffers.scale.copy_(scale)
 

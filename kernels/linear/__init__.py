@@ -45,7 +45,7 @@ def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRow
     Args:
         x: ``[M, K]`` float32, bfloat16 or float16.
         segments: projections from the same ``K``, whose FP8 inputs have scales of one kind; none gives an empty list.
-        quantized: ``quantize_input(x, pow2_scales)`` for segments in groups of 128, if the caller has it already.
+        quantized: x in FP8, for segments whose groups have its number of channels, if the caller has it already.
 
     Returns:
         ``[M, N]`` for each segment, in its ``out_dtype`` or the dtype of x. A token with NaN or infinity has NaN in all
@@ -88,7 +88,8 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | N
     None where that saves nothing: a segment does not read FP8 inputs or is not computed by Triton, or there are so few
     tokens that the products quantise their input as they read it.
     """
-    if not segments or not all(_in_triton(segment) and segment.reads_fp8_once for segment in segments):
+    read = {segment.input_format for segment in segments}
+    if len(read) != 1 or not all(_in_triton(segment) and segment.reads_fp8 for segment in segments):
         return None
     return triton_ops.empty_quantized(x, segments)
 
@@ -114,7 +115,7 @@ def grouped_linear(
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit; positions without cos_sin or the reverse.
     """
-    ops = triton_ops if segment.scale is not None and _in_triton(segment) else torch_ops
+    ops = triton_ops if _in_triton(segment) else torch_ops
     return ops.grouped_linear(o, segment, groups, positions, cos_sin)
 
 

@@ -46,11 +46,6 @@ class Segment:
         """The product reads its input quantised to FP8."""
         return self.input_format.fp8 and self.scale is not None
 
-    @property
-    def reads_fp8_once(self) -> bool:
-        """An earlier launch may quantise the input. Of groups of 32 it may round it (`LinearWeight.rounds_once`)."""
-        return self.reads_fp8 and self.input_format.group == FP8_INPUT_GROUP
-
 
 def dequantize_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
     """Float32 values of a stored weight: FP8 with a block grid, packed FP4 with e8m0 bytes, or plain.

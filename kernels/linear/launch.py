@@ -47,7 +47,6 @@ from deepseek_attn.kernels.linear.plan import (
     quantizes_before,
 )
 from deepseek_attn.kernels.linear.problem import (
-    DotFormat,
     LinearPlan,
     LinearProblem,
     LinearWeight,
@@ -74,10 +73,7 @@ def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRow
     """See `deepseek_attn.kernels.linear.multi_linear`; no FP4 weights."""
     check("x", x, ("M", "K"), FLOATS)
     for segment in segments:
-        if segment.scale is not None:
-            check_fp8_weight(segment, x.shape[1])
-        else:
-            check("a weight without a scale", segment.weight, ("N", x.shape[1]), FLOATS, contiguous=True)
+        _check_weight(segment, x.shape[1])
         if segment.out_dtype not in (None, *FLOATS):
             raise ValueError(f"outputs are float32, bfloat16 or float16, got {segment.out_dtype}")
     if quantized is not None:
@@ -99,17 +95,17 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
 
 
 def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | None:
-    """See `deepseek_attn.kernels.linear.empty_quantized`; for segments that read FP8 once."""
+    """See `deepseek_attn.kernels.linear.empty_quantized`; for segments that read FP8 in groups of one size."""
     problem = linear_problem(x, segments, None)
     if not quantizes_before(problem, gpu(x.device)):
         return None
-    return empty_quantized_rows(len(x), x.shape[1], x.device, _pow2_scales(segments))
+    return empty_quantized_rows(len(x), x.shape[1], x.device, _pow2_scales(segments), group=problem.group)
 
 
 def grouped_linear(
     o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
 ) -> tuple[Tensor, QuantizedRows | None]:
-    """See `deepseek_attn.kernels.linear.grouped_linear`; for FP8 weights."""
+    """See `deepseek_attn.kernels.linear.grouped_linear`; no FP4 weights."""
     check("o", o, ("M", "H", "d"), FLOATS)
     M, H, d = o.shape
     if H % groups:
@@ -142,7 +138,7 @@ def _diagonal_blocks(
 ) -> tuple[Tensor, QuantizedRows | None]:
     """The product of ``x [M, groups * K]``, or of its FP8 values, with the blocks of a weight."""
     K, N = x.shape[1] // groups, len(segment.weight)
-    check_fp8_weight(segment, K)
+    _check_weight(segment, K)
     if N % groups:
         raise ValueError(f"a weight of {N} rows cannot be divided into {groups} groups")
     if not len(x):
@@ -166,8 +162,10 @@ def linear_problem(
         follows = kind is not None and end == (start, kind)
         end = start + weight.nbytes, kind
         weights.append(LinearWeight(len(weight), weight.dtype, out, read, start % 16 == 0, follows))
+    fp8_groups = [weight.fp8_group for weight in weights if weight.fp8_group]
     return LinearProblem(
         *(len(x), x.shape[1] // groups, x.dtype, tuple(weights), groups, rotated, quantized is not None),
+        quantized.group if quantized is not None else max(fp8_groups, default=FP8_INPUT_GROUP),
         aligned=_is_aligned(x),
         quantized_aligned=quantized is None or (_is_aligned(quantized.values) and _is_aligned(quantized.scale.t())),
         quantize_output=quantize_output,
@@ -188,9 +186,11 @@ def _pow2_scales(segments: Sequence[Segment]) -> bool:
     return rules != {False}
 
 
-def check_fp8_weight(segment: Segment, K: int) -> None:
-    """Raises ValueError unless a segment has an FP8 weight of ``K`` channels with block scales."""
+def _check_weight(segment: Segment, K: int) -> None:
+    """Raises ValueError unless a segment has a weight of ``K`` channels: plain, or FP8 with block scales."""
     weight, scale, group = segment.weight, segment.scale, segment.input_format.group
+    if scale is None:
+        return check("a weight without a scale", weight, ("N", K), FLOATS, contiguous=True)
     check("a quantised weight", weight, ("N", K), torch.float8_e4m3fn, contiguous=True)
     grid = tuple(cdiv(size, group) for size in weight.shape)
     check(f"scale of weight {list(weight.shape)}", scale, grid, torch.float32, contiguous=True)
@@ -211,11 +211,11 @@ def launch(
 ) -> tuple[list[Tensor], QuantizedRows | None]:
     """Products of ``x [M, groups * K]`` with each segment; a single product also in FP8 if the plan has it."""
     pow2_scales, rounded = _pow2_scales(segments), None
+    group = max((one.input_format.group for one in segments if one.reads_fp8), default=0)
     if plan.quantizes and plan.input is not None:
-        quantized = quantize_rows(plan.input, x, pow2_scales, groups if groups > 1 else None, rope)
+        quantized = quantize_rows(plan.input, x, pow2_scales, groups if groups > 1 else None, rope, group)
     elif plan.rounds and plan.input is not None:
         rounded = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-        group = next(one.input_format.group for one in segments if one.reads_fp8)
         _launch_quantize(plan.input, x, rounded, None, pow2_scales, rope, group)
     elif plan.input is not None:
         rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -227,37 +227,32 @@ def launch(
         chosen = [segments[i] for i in product.weights]
         if product.choice.kernel == "cuBLAS":
             source = rounded if rounded is not None and chosen[0].reads_fp8 else x
-            results = _by_cublas(source, chosen, quantized if chosen[0].reads_fp8_once else None, groups, x.dtype)
+            results = _by_cublas(source, chosen, quantized if chosen[0].reads_fp8 else None, groups, x.dtype)
         else:
             results = [x.new_empty(len(x), len(one.weight), dtype=one.out_dtype or x.dtype) for one in chosen]
             if product.quantizes_output:
                 output = empty_quantized_rows(len(x), len(chosen[0].weight), x.device, pow2_scales)
-            rows = quantized if product.quantized else rounded if product.rounded else None
             launch_products = _LAUNCHES[product.choice.kernel]
+            rows = quantized if product.quantized else None
             launch_products(plan.gpu, product, x, rows, chosen, results, output, groups)
         outs |= zip(product.weights, results, strict=True)
     return [outs[i] for i in range(len(segments))], output
 
 
 def _launch_triton(
-    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | Tensor | None, segments: Sequence[Segment],
+    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | None, segments: Sequence[Segment],
     outs: Sequence[Tensor], output: None, groups: int,
 ) -> None:  # fmt: skip
     config, K, count = product.choice.config, x.shape[1] // groups, len(product.fp8.SIZES)
     fp8, plain, input_format = segments[:count], segments[count:], segments[0].input_format
     q, q_scale, group_stride, mode = x, x, 0, "quantize" if fp8 and input_format.fp8 else "plain"
-    if isinstance(quantized, QuantizedRows):
+    if quantized is not None:
         q, q_scale, mode = fp8_view(quantized.values), quantized.scale, "quantized"
         group_stride = q.stride(0) if groups > 1 else 0
-    elif quantized is not None:
-        q, group_stride, mode = quantized, K, "rounded"
-    strides = x.stride(0), q.stride(-2), q_scale.stride(1)
-    group_strides = K, group_stride, K // 128 * q_scale.stride(1)
-    dot, plain_dot = ((_DOT_DTYPES[one.dtype], one.parts, one.precision) for one in product.dots)
     group = input_format.group if fp8 else 128
-    # scales multiply the input where bfloat16 holds the results
-    several = K % 128 == 0 and product.fp8.GROUP_ROWS % group == 0 and product.dots[0] == DotFormat(torch.bfloat16)
-    channels = 128 if several else group
+    strides = x.stride(0), q.stride(-2), q_scale.stride(1)
+    group_strides = K, group_stride, K // group * q_scale.stride(1)
+    dot, plain_dot = ((_DOT_DTYPES[one.dtype], one.parts, one.precision) for one in product.dots)
     constants = config.stages, config.prefetched_blocks, input_format.pow2_scales, gpu.native_fp8, gpu.pdl
     multi_linear_kernel[(product.jobs,)](
         LinearInputs(x, q, q_scale, *strides, *group_strides),
@@ -269,18 +264,18 @@ def _launch_triton(
         _scratch(product, x, x),
         len(x),
         CONSTANTS=LinearConstants(K, config.tokens, *constants),
-        FP8=WeightFormat(product.fp8, config.rows, channels, group, True, mode, *dot),
-        PLAIN=WeightFormat(product.plain, config.rows, PLAIN_CHANNELS, PLAIN_CHANNELS, False, "plain", *plain_dot),
+        FP8=WeightFormat(product.fp8, config.rows, group, True, mode, *dot),
+        PLAIN=WeightFormat(product.plain, config.rows, PLAIN_CHANNELS, False, "plain", *plain_dot),
         num_stages=config.stages,
         **launch_options(config.warps, gpu.pdl),
     )
 
 
 def _launch_hopper(
-    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | Tensor | None, segments: Sequence[Segment],
+    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | None, segments: Sequence[Segment],
     outs: Sequence[Tensor], output: QuantizedRows | None, groups: int,
 ) -> None:  # fmt: skip
-    if not isinstance(quantized, QuantizedRows):
+    if quantized is None:
         raise ValueError(f"linear_hopper_kernel reads an input in FP8, and the plan has none: {product}")
     q, q_scale, _ = quantized
     config, (M, K), count = product.choice.config, q.shape[-2:], len(product.fp8.SIZES)
@@ -316,6 +311,7 @@ def _launch_hopper(
             WARPGROUPS=config.warpgroups,
             STAGES=config.stages,
             SCALES=max(config.tokens, 32),
+            GROUPS=128 // fp8[0].input_format.group,
             FP8=product.fp8,
             PLAIN=product.plain,
             DTYPE=TRITON_DTYPES[x.dtype],
@@ -328,12 +324,12 @@ def _launch_hopper(
 
 
 def _launch_decode(
-    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | Tensor | None, segments: Sequence[Segment],
+    gpu: GPU, product: ProductPlan, x: Tensor, quantized: QuantizedRows | None, segments: Sequence[Segment],
     outs: Sequence[Tensor], output: QuantizedRows | None, groups: int,
 ) -> None:  # fmt: skip
     config, (M, K) = product.choice.config, (len(x), segments[0].weight.shape[1])
     source = DecodeInput(x, x.stride(0), 0, x, 0)
-    if isinstance(quantized, QuantizedRows):
+    if quantized is not None:
         q, q_scale, _ = quantized
         source = DecodeInput(q, q.stride(-2), q.stride(0) if groups > 1 else 0, q_scale, q_scale.stride(1))
     split_blocks = cdiv(K // 128, product.fp8.SPLITS)
@@ -402,7 +398,12 @@ def _by_cublas(
     """The product with an FP8 weight, by group; or one product with adjacent plain weights, in columns."""
     weight, scale, out_dtype = segments[0].weight, segments[0].scale, segments[0].out_dtype or dtype
     if scale is not None and segments[0].input_format.group != FP8_INPUT_GROUP:
-        return [_expanded_product(x, _expanded(weight, scale), groups, out_dtype)]
+        weight, scale = _expanded(weight, scale), None
+    if groups > 1 and scale is None:
+        out = torch.empty(len(x), len(weight), dtype=out_dtype, device=x.device)
+        rows, blocks = x.unflatten(1, (groups, -1)).transpose(0, 1), weight.unflatten(0, (groups, -1))
+        torch.bmm(rows, blocks.transpose(1, 2), out=out.unflatten(1, (groups, -1)).transpose(0, 1))
+        return [out]
     if scale is None or quantized is None:
         sizes = [len(segment.weight) for segment in segments]
         weight = weight.as_strided((sum(sizes), weight.shape[1]), weight.stride())
@@ -427,15 +428,6 @@ def _expanded(weight: Tensor, scale: Tensor) -> Tensor:
         fp8_view(weight), scale, out, K=K, ROWS=EXPANDED_ROWS, CHANNELS=EXPANDED_CHANNELS,
         NATIVE_FP8=gpu(weight.device).native_fp8, **launch_options(),
     )  # fmt: skip
-    return out
-
-
-def _expanded_product(x: Tensor, weight: Tensor, groups: int, out_dtype: torch.dtype) -> Tensor:
-    if groups == 1:
-        return torch.mm(x, weight.t()) if out_dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=out_dtype)
-    out = torch.empty(len(x), len(weight), dtype=out_dtype, device=x.device)
-    for rows, block, columns in zip(x.chunk(groups, 1), weight.chunk(groups), out.chunk(groups, 1), strict=True):
-        torch.mm(rows, block.t(), out=columns)
     return out
 
 
@@ -464,22 +456,21 @@ def _fits_in_storage(tensor: Tensor, size: int) -> bool:
 
 
 def quantize_rows(
-    plan: Choice, x: Tensor, pow2_scales: bool, groups: int | None = None, rope: Rope | None = None
-) -> QuantizedRows:
+    plan: Choice, x: Tensor, pow2_scales: bool, groups: int | None = None, rope: Rope | None = None,
+    group: int = FP8_INPUT_GROUP,
+) -> QuantizedRows:  # fmt: skip
     """``x [M, channels]``, rotated back by ``rope``, as FP8 in the memory of `empty_quantized_rows`."""
-    rows, channels = x.shape
-    quantized = empty_quantized_rows(rows, channels, x.device, pow2_scales, groups)
-    _launch_quantize(plan, x, quantized.values, quantized.scale.t(), pow2_scales, rope)
+    quantized = empty_quantized_rows(*x.shape, x.device, pow2_scales, groups, group)
+    _launch_quantize(plan, x, quantized.values, quantized.scale.t(), pow2_scales, rope, group)
     return quantized
 
 
 def _launch_quantize(
-    plan: Choice, x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: bool, rope: Rope | None, round: int = 0
+    plan: Choice, x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: bool, rope: Rope | None, group: int = 0
 ) -> None:
     """Writes ``x [M, channels]`` to ``out [M, channels]`` or ``[groups, M, channels / groups]``.
 
-    In the dtype of ``out``, rounded to FP8 in groups of ``round`` channels if there are; or as FP8, with ``scale
-    [channels / 128, M]``.
+    As FP8, with ``scale [channels / group, M]``; or in the dtype of ``out``, rounded to FP8 if there is a ``group``.
     """
     if not len(x):
         return
@@ -498,7 +489,8 @@ def _launch_quantize(
             K=channels,
             GROUP_K=out.shape[-1],
             QUANTIZE=scale is not None,
-            ROUND=round,
+            ROUND=scale is None and group > 0,
+            GROUP=group,
             POW2=pow2_scales,
             ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1],
             HEAD_DIM=head_dim,

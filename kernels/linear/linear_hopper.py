@@ -25,6 +25,7 @@ from deepseek_attn.kernels.linear.linear_hopper_products import (
     QuantizedOutput,
     TilePart,
     finish,
+    sum_of_groups,
     sum_plain,
     sum_scaled,
 )
@@ -66,8 +67,9 @@ def _load(
     TOKENS: gl.constexpr = TILING.TOKENS
     STAGES: gl.constexpr = TILING.STAGES
     SPLITS: gl.constexpr = TILES.SPLITS
+    GROUPS: gl.constexpr = TILING.GROUPS
     BLOCKS: gl.constexpr = TILING.K // 128 if FP8 else (TILING.K + 63) // 64
-    BYTES: gl.constexpr = (ROWS + TOKENS) * 128 + (4 * TILING.SCALES if FP8 else 0)
+    BYTES: gl.constexpr = (ROWS + TOKENS) * 128 + (4 * TILING.SCALES * GROUPS if FP8 else 0)
     for _i in range(num_jobs(job, jobs)):
         token = job % m_tiles * TOKENS
         tile, _split, first, end = _split_of(job - first_job, m_tiles, BLOCKS, SPLITS)
@@ -91,7 +93,9 @@ def _load(
             # the bytes of weight, input and scales together complete the phase of the stage's barrier
             if FP8:
                 load_tile(inputs.q, [group * group_stride + token, block * 128], full, buffers.x.index(stage))
-                load_tile(inputs.scale, [group * BLOCKS + block, token], full, buffers.scales.index(stage))
+                for part in gl.static_range(GROUPS):
+                    scales = buffers.scales.index(stage * GROUPS + part)
+                    load_tile(inputs.scale, [(group * BLOCKS + block) * GROUPS + part, token], full, scales)
             else:
                 buffer = reinterpret(buffers.x.index(stage), DTYPE, [TOKENS, 64], PLAIN_LAYOUT)
                 load_tile(inputs.x, [token, block * 64], full, buffer)
@@ -164,8 +168,12 @@ def _multiply_all(
         for _i in range(num_jobs(job, fp8_jobs)):
             tile, split, first, end = _split_of(job, m_tiles, K // 128, SPLITS)
             start, last_row, _group = rows_of(tile, FP8, ROWS)
-            scale_row = pick(scales, FIRSTS, tile) + (start + ROW) // 128 * (K // 128)
-            acc = sum_scaled(buffers, n, first, end, scale_row, WARPGROUP, TILING)
+            scale_ptr = pick(scales, FIRSTS, tile)
+            if TILING.GROUPS > 1:
+                acc = sum_of_groups(buffers, n, first, end, scale_ptr, start + ROW, WARPGROUP, TILING)
+            else:
+                scale_row = scale_ptr + (start + ROW) // 128 * (K // 128)
+                acc = sum_scaled(buffers, n, first, end, scale_row, WARPGROUP, TILING)
             number = (tile * m_tiles + job % m_tiles) * WARPGROUPS + WARPGROUP
             counter = memory.counters + number
             part = TilePart(start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M, number, split)
@@ -240,13 +248,14 @@ def linear_hopper_kernel(
     ROWS: gl.constexpr = TILING.ROWS
     TOKENS: gl.constexpr = TILING.TOKENS
     SCALES: gl.constexpr = TILING.SCALES
+    GROUPS: gl.constexpr = TILING.GROUPS
     REGISTERS: gl.constexpr = TILING.REGISTERS
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], BYTES)
     x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, 128], BYTES)
-    scale_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SCALES], gl.NVMMASharedLayout(0, 32, 2))
+    scale_buffer = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, SCALES], gl.NVMMASharedLayout(0, 32, 2))
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)  # the loading warp's; then it counts bytes
         mbarrier.init(empty.index(i), count=WARPGROUPS)

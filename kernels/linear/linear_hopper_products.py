@@ -28,7 +28,8 @@ class LinearHopperTiling:
         ROW_STEP, TOKEN_STEP: rows or tokens from one warpgroup's part to the next.
         WARPGROUPS: warpgroups that multiply a tile, one or two.
         STAGES: blocks of 128 bytes of channels in flight.
-        SCALES: input scales of a stage; TMA writes at multiples of 128 bytes.
+        SCALES: input scales of a group of channels in a stage; TMA writes at multiples of 128 bytes.
+        GROUPS: groups of channels with scales in a block of 128, one or four; a weight's rows are grouped alike.
         FP8, PLAIN: tiles of the weights of either kind.
         DTYPE: of plain weights and their input.
         POW2: scales of the quantised output are powers of two.
@@ -45,6 +46,7 @@ class LinearHopperTiling:
     WARPGROUPS: int
     STAGES: int
     SCALES: int
+    GROUPS: int
     FP8: WeightTiles
     PLAIN: WeightTiles
     DTYPE: gl.dtype
@@ -53,7 +55,7 @@ class LinearHopperTiling:
 
 
 class LinearBuffers(NamedTuple):
-    """Shared memory by stage: blocks of weight and input, scales of the input, barriers of full and empty stages."""
+    """Shared memory by stage: blocks of weight and input, barriers of full and empty stages; input scales by group."""
 
     weight: Any
     x: Any
@@ -120,13 +122,18 @@ def _start(buffers, n, WARPGROUP: gl.constexpr, TILING: gl.constexpr, HALF: gl.c
 
 
 @gluon.jit
-def _factors(buffers, n, w_scale, WARPGROUP: gl.constexpr, TILING: gl.constexpr, MMA: gl.constexpr):
-    """The scales of the products of block ``n``."""
+def _token_scales(buffers, n, group, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+    """Shared memory with the tokens' scales of a group of channels of block ``n``."""
     SCALES: gl.constexpr = TILING.SCALES
     TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
-    TOKENS: gl.constexpr = TILING.PART_TOKENS
-    scales = reinterpret(buffers.scales.index(n % TILING.STAGES), gl.float32, [SCALES], _FLAT).slice(TOKEN, TOKENS)
-    return (scales.load(gl.SliceLayout(0, MMA)) * w_scale)[None, :]
+    scales = buffers.scales.index(n % TILING.STAGES * TILING.GROUPS + group)
+    return reinterpret(scales, gl.float32, [SCALES], _FLAT).slice(TOKEN, TILING.PART_TOKENS)
+
+
+@gluon.jit
+def _factors(buffers, n, w_scale, WARPGROUP: gl.constexpr, TILING: gl.constexpr, MMA: gl.constexpr):
+    """The scales of the products of block ``n``."""
+    return (_token_scales(buffers, n, 0, WARPGROUP, TILING).load(gl.SliceLayout(0, MMA)) * w_scale)[None, :]
 
 
 @gluon.jit
@@ -188,6 +195,72 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
             _release(buffers, n, TILING)
             n += 1
         return acc, low
+
+
+@gluon.jit
+def _start_group(buffers, n, step, WARPGROUP: gl.constexpr, TILING: gl.constexpr, zeros):
+    """Starts a product of 64 rows and 32 channels of block ``n``: all groups of the first 64 rows come first."""
+    ROW: gl.constexpr = WARPGROUP * TILING.ROW_STEP + step // TILING.GROUPS * 64
+    TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
+    CHANNEL: gl.constexpr = step % TILING.GROUPS * 32
+    x = buffers.x.index(n % TILING.STAGES).slice(TOKEN, TILING.PART_TOKENS).slice(CHANNEL, 32, dim=1)
+    w = buffers.weight.index(n % TILING.STAGES).slice(ROW, 64).slice(CHANNEL, 32, dim=1)
+    return warpgroup_mma(w, x.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def sum_of_groups(buffers, n, first, end, scale_ptr, row, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+    """`sum_scaled` of weights with a scale for 32 rows and channels, ``[N / 32, K / 32]``, from ``row`` on.
+
+    While a product is added, the next ones run: of few tokens the whole block, so that it is waited for once.
+    """
+    TOKENS: gl.constexpr = TILING.PART_TOKENS
+    GROUPS: gl.constexpr = TILING.GROUPS
+    STEPS: gl.constexpr = GROUPS * TILING.PART_ROWS // 64
+    AHEAD: gl.constexpr = 4 if TOKENS <= 32 else 2  # products under way at once
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
+    zeros = gl.zeros([64, TOKENS], gl.float32, layout=MMA)
+    # rows by their block of 32: both rows of a thread have one scale, so that it multiplies a token's scale once
+    sum_of_none = zeros.reshape([2, 32, TOKENS])
+    BY_BLOCK: gl.constexpr = sum_of_none.type.layout
+    block_of_rows = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, BY_BLOCK)))
+    scale_row = scale_ptr + (row // 32 + block_of_rows) * (TILING.K // 32)
+    acc = ()
+    scales = ()
+    for step in gl.static_range(STEPS):
+        if step % GROUPS == 0:
+            acc += (sum_of_none,)
+        scales += (gl.load(scale_row + step // GROUPS * (2 * TILING.K // 32) + first * GROUPS + step % GROUPS),)
+    for block in range(first, end):
+        # scales are read a block ahead, so that no product waits for them
+        following = gl.minimum(block + 1, end - 1) * GROUPS
+        _await(buffers, n, TILING)
+        products = ()
+        sums = ()
+        later = ()
+        total = acc[0]
+        for step in gl.static_range(AHEAD - 1):
+            products += (_start_group(buffers, n, step, WARPGROUP, TILING, zeros),)
+        for step in gl.static_range(STEPS):
+            later += (gl.load(scale_row + step // GROUPS * (2 * TILING.K // 32) + following + step % GROUPS),)
+            if step + AHEAD <= STEPS:
+                products += (_start_group(buffers, n, step + AHEAD - 1, WARPGROUP, TILING, zeros),)
+            product = warpgroup_mma_wait(len(products) - 1 - step, deps=[products[step]])
+            token_scales = _token_scales(buffers, n, step % GROUPS, WARPGROUP, TILING)
+            factors = token_scales.load(gl.SliceLayout(0, gl.SliceLayout(1, BY_BLOCK)))[None, None, :]
+            if step % GROUPS == 0:
+                total = acc[step // GROUPS]
+            total += product.reshape([2, 32, TOKENS]) * (factors * scales[step][:, None, None])
+            if step % GROUPS == GROUPS - 1:
+                sums += (total,)
+        acc = sums
+        scales = later
+        _release(buffers, n, TILING)
+        n += 1
+    by_row = ()
+    for part in gl.static_range(len(acc)):
+        by_row += (gl.convert_layout(acc[part].reshape([64, TOKENS]), MMA),)
+    return by_row
 
 
 @gluon.jit

@@ -23,8 +23,7 @@ class LinearInputs(NamedTuple):
 
     Attributes:
         plain: ``[M, groups * K]`` of a float dtype.
-        quantized: FP8 ``[M, K]`` or ``[groups, M, K]``, or as ``plain`` but rounded; scale: float32, consecutive tokens
-            of a block of 128 channels.
+        quantized: FP8 ``[M, K]`` or ``[groups, M, K]``; scale: float32, consecutive tokens of a block of channels.
         plain_stride, quantized_stride: elements from a token to the next; scale_stride: from a block of channels.
         plain_group_stride, quantized_group_stride, scale_group_stride: elements from a group to the next.
     """
@@ -54,17 +53,14 @@ class WeightFormat:
 
     Attributes:
         TILES: tiles of the weights; ROWS, CHANNELS: size of the block that a program reads at once.
-        FP8: weights are FP8; GROUP: rows and channels that share a scale, which is a power of two if ``GROUP`` is less
-            than ``CHANNELS``.
-        INPUT: "plain"; "quantized": FP8 from an earlier launch; "rounded": bfloat16 from an earlier launch, values of
-            FP8 times their scales; "quantize": programs quantise as they read.
+        FP8: weights are FP8; ``CHANNELS`` rows and channels share a scale.
+        INPUT: "plain"; "quantized": FP8 from an earlier launch; "quantize": programs quantise as they read.
         DTYPE, PARTS, PRECISION: as in `DotFormat`, ``DTYPE`` as Triton names it.
     """
 
     TILES: WeightTiles
     ROWS: int
     CHANNELS: int
-    GROUP: int
     FP8: bool
     INPUT: str
     DTYPE: tl.dtype
@@ -133,43 +129,10 @@ def _rows(row, channel, K: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _add_wide_block(
-    acc, w, block, lane, token, start, last_row, inputs, scale_ptr, CONSTANTS: tl.constexpr,
-    FORMAT: tl.constexpr,
-):  # fmt: skip
-    """``acc`` and the product of a block of channels with several scales. These multiply the input: exact in bfloat16.
-
-    The rows of the weight have several scales, too: ``acc [rows, row blocks * tokens]`` has sums under all of them.
-    """
-    K: tl.constexpr = CONSTANTS.K
-    TOKENS: tl.constexpr = CONSTANTS.TOKENS
-    CHANNELS: tl.constexpr = FORMAT.CHANNELS
-    GROUP: tl.constexpr = FORMAT.GROUP
-    GROUPS: tl.constexpr = CHANNELS // GROUP
-    ROW_BLOCKS: tl.constexpr = FORMAT.ROWS // GROUP
-    channel = block * CHANNELS + lane
-    if FORMAT.INPUT == "rounded":
-        x = tl.load(inputs.quantized + token[:, None] * inputs.quantized_stride + channel[None, :])
-    else:
-        x = tl.load(inputs.plain + token[:, None] * inputs.plain_stride + channel[None, :])
-    x = tl.reshape(x.to(tl.float32), (TOKENS, GROUPS, GROUP))
-    if FORMAT.INPUT == "quantize":
-        x, x_scale = quantize_groups(x, CONSTANTS.POW2, CONSTANTS.NATIVE_FP8, tl.float32)
-        x *= x_scale[:, :, None]
-    row_block = tl.minimum(start // GROUP + tl.arange(0, ROW_BLOCKS), last_row // GROUP)
-    group = block * GROUPS + tl.arange(0, GROUPS)
-    w_scale = tl.load(scale_ptr + row_block[:, None] * (K // GROUP) + group[None, :])
-    x = tl.reshape(x[None, :, :, :] * w_scale[:, None, :, None], (ROW_BLOCKS * TOKENS, CHANNELS))
-    w = decode_e4m3(w, CONSTANTS.NATIVE_FP8, FORMAT.DTYPE)
-    # a separate sum: the tensor cores must be done with the weight's registers before the next block is decoded
-    return acc + tl.dot(w, tl.trans(x.to(FORMAT.DTYPE)), input_precision=FORMAT.PRECISION)
-
-
-@triton.jit
-def _add_scaled_block(
+def _add_block(
     acc, w, block, lane, row, token, start, inputs, scale_ptr, CONSTANTS: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """``acc`` and the product of a block of channels with one scale, or with none."""
+    """``acc`` and the product of one block of channels of the weight, ``w``, and of the input, which is read here."""
     K: tl.constexpr = CONSTANTS.K
     POW2: tl.constexpr = CONSTANTS.POW2
     NATIVE_FP8: tl.constexpr = CONSTANTS.NATIVE_FP8
@@ -183,8 +146,6 @@ def _add_scaled_block(
         x_scale = tl.load(inputs.scale + token + block * inputs.scale_stride)
         if not NATIVE_FP8:
             x = decode_e4m3(x, NATIVE_FP8, DTYPE)
-    elif INPUT == "rounded":
-        x = _rows(inputs.quantized + token * inputs.quantized_stride, channel, K, K % GROUP == 0)
     else:
         x = _rows(inputs.plain + token * inputs.plain_stride, channel, K, K % GROUP == 0)
         if INPUT == "quantize":
@@ -199,25 +160,12 @@ def _add_scaled_block(
         # a block's sum is scaled once, before it is added to the sum of earlier blocks
         product = tl.zeros(acc.shape, tl.float32)
         product = _multiply(decode_e4m3(w, NATIVE_FP8, DTYPE), x, product, FORMAT)
-        if INPUT == "plain" or INPUT == "rounded":
+        if INPUT == "plain":
             acc += product * w_scale
         else:
             acc += product * (w_scale * x_scale[None, :])
     else:
         acc = _multiply(w.to(DTYPE), x, acc, FORMAT)
-    return acc
-
-
-@triton.jit
-def _add_block(
-    acc, w, block, lane, row, token, start, last_row, inputs, scale_ptr, CONSTANTS: tl.constexpr,
-    FORMAT: tl.constexpr,
-):  # fmt: skip
-    """``acc`` and the product of one block of channels of the weight, ``w``, and of the input, which is read here."""
-    if FORMAT.FP8 and FORMAT.GROUP < FORMAT.CHANNELS:
-        acc = _add_wide_block(acc, w, block, lane, token, start, last_row, inputs, scale_ptr, CONSTANTS, FORMAT)
-    else:
-        acc = _add_scaled_block(acc, w, block, lane, row, token, start, inputs, scale_ptr, CONSTANTS, FORMAT)
     return acc
 
 
@@ -263,8 +211,6 @@ def _program(
     FIRSTS: tl.constexpr = TILES.FIRSTS
     SPLITS: tl.constexpr = TILES.SPLITS
     GROUP_ROWS: tl.constexpr = TILES.GROUP_ROWS
-    WIDE: tl.constexpr = FORMAT.FP8 and FORMAT.GROUP < BLOCK_K
-    ROW_BLOCKS: tl.constexpr = BLOCK_N // FORMAT.GROUP if WIDE else 1
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SPLIT_BLOCKS: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     tile = job // SPLITS
@@ -308,25 +254,18 @@ def _program(
             )
         gdc_wait()  # until the previous kernel has written the input
     token = tl.minimum(m_tile * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
-    acc = tl.zeros((BLOCK_N, ROW_BLOCKS * BLOCK_M), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if CONSTANTS.PDL:
         for i in tl.static_range(PREFETCHED):
             if first + i < BLOCKS:
                 acc = _add_block(
-                    acc, prefetched[i], first + i, lane, row, token, start, last_row, inputs, scale_ptr, CONSTANTS,
-                    FORMAT,
-                )  # fmt: skip
+                    acc, prefetched[i], first + i, lane, row, token, start, inputs, scale_ptr, CONSTANTS, FORMAT
+                )
         first += PREFETCHED
     # the later blocks, STAGES of them in flight
     for block in tl.range(first, tl.minimum(split * SPLIT_BLOCKS + SPLIT_BLOCKS, BLOCKS), num_stages=CONSTANTS.STAGES):
         w = _rows(weight_row, block * BLOCK_K + lane, K, K % BLOCK_K == 0)
-        acc = _add_block(acc, w, block, lane, row, token, start, last_row, inputs, scale_ptr, CONSTANTS, FORMAT)
-    if WIDE:
-        # of each row, the sums with the input under the scales of its own block
-        block_of_row = tl.arange(0, ROW_BLOCKS)
-        own = block_of_row[:, None, None, None] == block_of_row[None, None, :, None]
-        sums = tl.reshape(acc, (ROW_BLOCKS, FORMAT.GROUP, ROW_BLOCKS, BLOCK_M))
-        acc = tl.reshape(tl.sum(tl.where(own, sums, 0.0), 2), (BLOCK_N, BLOCK_M))
+        acc = _add_block(acc, w, block, lane, row, token, start, inputs, scale_ptr, CONSTANTS, FORMAT)
     tile_number = tile * m_tiles + m_tile
     _finish(acc, out_ptr, partials_ptr, counter_ptr, start, last_row, m_tile, M, tile_number, split, size, SPLITS)
 

@@ -53,7 +53,7 @@ DECODE_TOKENS = 16  # at most, of `linear_decode_hopper`
 HOPPER_FP8_WEIGHTS, HOPPER_PLAIN_WEIGHTS = 3, 5  # FP8 and plain weights of a launch on Hopper, at most
 OWN_BLOCKS = 16  # of a job whose input `linear_decode_hopper` quantises, at most: a register holds one value
 EXPANDED_ROWS, EXPANDED_CHANNELS = 32, 512  # of a program that expands a weight in blocks of 32
-EXPAND_FROM = 65  # tokens; fewer take less time than expanding a weight
+EXPAND_FROM, EXPAND_FROM_ON_HOPPER = 65, 513  # tokens; fewer take less time than expanding a weight
 PLAIN_CHANNELS = 64  # of a plain weight that a program of `linear_triton` reads at once; of an FP8 weight a group
 
 
@@ -70,12 +70,13 @@ def one_product_of_cublas(problem: LinearProblem, gpu: GPU) -> bool:
         return False
     (weight,) = problem.weights
     if weight.input_format is None:
-        return weight.dtype == problem.dtype and weight.out in (problem.dtype, F32)
+        return weight.dtype == problem.dtype and weight.out in (problem.dtype, F32 if problem.groups == 1 else None)
     if weight.input_format.group != FP8_INPUT_GROUP:  # exact in bfloat16, as a rounded input is
-        exact = problem.rounded or (problem.dtype == BF16 and not weight.input_format.fp8)
+        pow2, fp8 = weight.input_format.pow2_scales, weight.input_format.fp8
+        exact = (problem.rounded and pow2) or (problem.dtype == BF16 and not fp8)
         outs = (BF16,) if problem.groups > 1 else (BF16, F32)
         return exact and weight.out in outs and weight.rows % EXPANDED_ROWS == 0 and problem.channels % 32 == 0
-    if not (gpu.hopper and problem.quantized and weight.reads_fp8_once and weight.out == BF16):
+    if not (gpu.hopper and problem.quantized and problem.read_once and weight.out == BF16):
         return False
     return weight.rows // problem.groups % 128 == 0 and problem.channels % 512 == 0  # 16-byte rows of scales
 
@@ -90,8 +91,9 @@ def fp8_on_hopper(problem: LinearProblem, gpu: GPU) -> bool:
     return (
         gpu.hopper
         and problem.dtype in HALVES
+        and problem.channels % 128 == 0
         and 0 < len(problem.fp8) <= HOPPER_FP8_WEIGHTS
-        and all(weight.reads_fp8_once and weight.out in HALVES for weight in problem.fp8)
+        and all(weight.fp8_group == problem.group and weight.out in HALVES for weight in problem.fp8)
         and all(weight.rows % rows == 0 and weight.aligned for weight in problem.weights)
     )
 
@@ -110,7 +112,9 @@ def quantized_beside_plain(problem: LinearProblem, gpu: GPU) -> bool:
 
 @condition
 def decodes_fp8(problem: LinearProblem, gpu: GPU) -> bool:
-    """FP8 weights alone and up to 16 tokens, which are quantised before or in jobs of few channels."""
+    """FP8 weights in blocks of 128 and up to 16 tokens, which are quantised before or in jobs of few channels."""
+    if problem.group != FP8_INPUT_GROUP:
+        return False
     own = problem.groups == 1 and cdiv(problem.blocks, _job_splits(problem, gpu)) <= OWN_BLOCKS
     return problem.planned_tokens <= DECODE_TOKENS and not problem.plain and (problem.quantized or own)
 
@@ -147,11 +151,14 @@ def large_for_cublas(problem: LinearProblem, gpu: GPU) -> bool:
 
     cuBLAS does not split K: its time is at least proportional to K.
     """
-    M, N, K = problem.tokens, problem.weights[0].rows // problem.groups, problem.channels
-    read = problem.weights[0].input_format
+    M, N, K = problem.tokens, problem.weights[0].rows, problem.channels
+    read, on_hopper = problem.weights[0].input_format, hopper_products(problem, gpu)
     if read is not None and read.group != FP8_INPUT_GROUP:
-        return M >= EXPAND_FROM and problem.groups * N * K >= 1 << 20
-    fp8, on_hopper = bool(problem.fp8), hopper_products(problem, gpu)
+        on_hopper = hopper_products(replace(problem, quantized=True), gpu)
+        least = EXPAND_FROM_ON_HOPPER if on_hopper else EXPAND_FROM
+        return least <= M and N * K >= 1 << 20
+    fp8 = bool(problem.fp8)
+    N //= problem.groups if fp8 else 1  # FP8 groups are products of their own
     if M <= 32 or (on_hopper and M <= 128):
         return False
     work = 2 * M * N * K
@@ -162,13 +169,13 @@ def large_for_cublas(problem: LinearProblem, gpu: GPU) -> bool:
 @condition
 def quantizes_output(problem: LinearProblem, gpu: GPU) -> bool:
     """Also writes FP8, for which a warpgroup needs 128 rows; up to 32 tokens, tiles of 64 rows gain more."""
-    return problem.quantize_output and problem.planned_tokens > 32
+    return problem.quantize_output and problem.planned_tokens > 32 and problem.group == FP8_INPUT_GROUP
 
 
 @condition
 def blocks_of_32(problem: LinearProblem, gpu: GPU) -> bool:
-    """FP8 weights with a scale for 32 rows and channels."""
-    return any(one.input_format.group != FP8_INPUT_GROUP for one in problem.fp8 if one.input_format is not None)
+    """FP8 inputs, and weights, with a scale for 32 channels."""
+    return problem.group != FP8_INPUT_GROUP
 
 
 hopper_products = fp8_on_hopper & quantized_beside_plain
@@ -250,7 +257,7 @@ def _hopper_config(
     tiles = _hopper_tiles(problem, rows, tokens)
     spare = int(rows == 64 and tokens <= 32)
     shared_bytes = (190 if problem.plain else 200) // (1 + spare) << 10
-    stages = min(16, shared_bytes // (128 * (rows + tokens) + 4 * max(tokens, 32)))
+    stages = min(16, shared_bytes // (128 * (rows + tokens) + 128 // problem.group * 4 * max(tokens, 32)))
     most_splits = most_splits or (2 if problem.plain else 3)
     splits = max(1, min(gpu.multiprocessors // tiles, problem.channels // 512, most_splits))
     plain_splits = 2 * splits if splits > 1 else 1 + (tiles <= gpu.multiprocessors)
@@ -282,7 +289,7 @@ def _triton_config(
 ) -> LinearTiles:
     """Tiles of up to 64 tokens, with at most ``stages`` stages that fit into shared memory."""
     tokens, item = _token_tile(problem, 8, 64), problem.dtype.itemsize
-    reads_fp8 = problem.quantized and any(weight.reads_fp8_once for weight in problem.fp8)
+    reads_fp8 = problem.quantized and problem.read_once
     plain_item = max([item, *(weight.dtype.itemsize for weight in problem.plain)])
     stage = max(
         128 * (rows + tokens * (1 if reads_fp8 else item)) * bool(problem.fp8),
@@ -326,13 +333,6 @@ def tiles_in_splits(channels: int, plain_tiles: int) -> Callable[[LinearProblem,
     return config
 
 
-def tiles_of_two_blocks(problem: LinearProblem, gpu: GPU) -> LinearTiles:
-    """Tiles of 64 rows: the input is multiplied by the scales of each block of 32 of them."""
-    tiles = cdiv(problem.planned_tokens, 64) * cdiv(problem.rows + 2 * problem.plain_rows, 64)
-    splits = _splits(2 * gpu.multiprocessors, tiles, problem.channels // 512)
-    return _triton_config(problem, gpu, 64, splits, splits, 4, 4)
-
-
 DECODE, HOPPER, TRITON = "linear_decode_hopper_kernel", "linear_hopper_kernel", "multi_linear_kernel"
 DECODE_DATA, LAYERS = "h200_few_tokens.json: rows", "h200_layer_choices.json: rows"
 TUNED = "h100_tune_v4_flash.json: linear.products"
@@ -355,7 +355,7 @@ PRODUCTS: Table[LinearProblem] = Table(
         Row(streams_weights & ~fills_gpu & ~fills_gpu_with_halves, DECODE, half_ring, DECODE_DATA),
         Row(quantizes_output, HOPPER, tiles_of_scaled_output, LAYERS),
         Row(~UP_TO_8, HOPPER, tiles_at_once, LAYERS),
-        Row(blocks_of_32 & ~UP_TO_8, TRITON, tiles_of_two_blocks, "h200_v41_linears.json: rows"),
+        Row(blocks_of_32, HOPPER, tiles_at_once, "h200_v41_linears.json: rows"),
         Row(WIDE & UP_TO_32, TRITON, tiles_of_all_channels, "h200_wide_linears.json: rows"),
         Row(WIDE_PLAIN & UP_TO_32, TRITON, tiles_read_early, TUNED),
         Row(UP_TO_8, TRITON, tiles_read_early, "h200_layer_linears.json: rows"),
@@ -387,11 +387,10 @@ QUANTIZERS = one_kernel(
 @planner("linear.multi_linear")
 def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
     """Each weight is cuBLAS's or shares a launch."""
-    once = not problem.quantized and any(weight.reads_fp8_once for weight in problem.weights)
+    once = bool(not problem.quantized and problem.read_once)
+    rounds = once and _rounds(problem, gpu)
     # heads are rotated by a launch anyway: in the product, many programs read each head, which took 5 us more
-    quantizes = once and (problem.planned_tokens > QUANTIZE_ABOVE or problem.rotated)
-    rounds = not quantizes and any(weight.rounds_once for weight in problem.weights)
-    rounds = rounds and problem.planned_tokens > QUANTIZE_ABOVE
+    quantizes = once and not rounds and (problem.rotated or _reads_quantized(problem, gpu, HOPPER))
     input_plan = None
     if quantizes or rounds or problem.rotated:
         channels = problem.groups * problem.channels
@@ -403,19 +402,32 @@ def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
         joined = problem.weights[run[0]]._replace(rows=sum(problem.weights[i].rows for i in run), follows=False)
         choice = LIBRARY.choose(replace(problem, weights=(joined,)), gpu)
         if choice.kernel == "cuBLAS":
-            products.append(ProductPlan(choice, run, quantized=problem.quantized, rounded=rounds))
+            products.append(ProductPlan(choice, run, quantized=problem.quantized))
         else:
             left += run
-    products += [_product(problem, places, gpu) for places in _launches(problem.weights, left)]
+    products += [_product(problem, places, gpu) for places in _launches(problem, left, gpu)]
     return LinearPlan(input_plan, quantizes, rounds, tuple(products), gpu)
 
 
 @planner("linear.empty_quantized")
 def quantizes_before(problem: LinearProblem, gpu: GPU) -> bool:
     """Whether an op that has the values of the input should write them as FP8 too, for products to read."""
+    return not _rounds(problem, gpu) and _reads_quantized(problem, gpu, DECODE, HOPPER)
+
+
+def _reads_quantized(problem: LinearProblem, gpu: GPU, *kernels: str) -> bool:
+    """Products read an input that is quantised before: of more than 8 tokens, or by one of these kernels."""
     if problem.planned_tokens > QUANTIZE_ABOVE:
         return True
-    return PRODUCTS.choose(replace(problem, quantized=True), gpu).kernel == DECODE
+    problem = replace(problem, rotated=False, quantized=True)
+    launches = _launches(problem, range(len(problem.weights)), gpu)
+    return any(_product(problem, places, gpu).choice.kernel in kernels for places in launches)
+
+
+def _rounds(problem: LinearProblem, gpu: GPU) -> bool:
+    """The input is rounded to FP8 values in bfloat16: all weights that read it, in blocks of 32, are cuBLAS's."""
+    alone = (replace(problem, rotated=False, rounded=True, weights=(weight,)) for weight in problem.read_once)
+    return problem.group != FP8_INPUT_GROUP and all(LIBRARY.choose(one, gpu).kernel == "cuBLAS" for one in alone)
 
 
 def adjacent_runs(problem: LinearProblem) -> list[tuple[int, ...]]:
@@ -429,18 +441,20 @@ def adjacent_runs(problem: LinearProblem) -> list[tuple[int, ...]]:
     return runs
 
 
-def _launches(weights: Sequence[LinearWeight], left: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _launches(problem: LinearProblem, left: Sequence[int], gpu: GPU) -> Iterator[tuple[int, ...]]:
     """Packs weights into the fewest launches that the kernels allow.
 
     A launch has FP8 weights of one kind and unquantised weights of one kind. Weights are of a kind if the same compiled
     kernel serves them: same dtypes of weight and output, same way to read the input. So all projections of a layer's
     input are one launch: query latent and key in FP8, with compressors and index weights in bfloat16. The first FP8
-    kind is paired with the first unquantised kind, and so on; a kind without a partner has a separate launch.
+    kind is paired with the first unquantised kind, and so on; a kind without a partner has a separate launch. Plain
+    weights whose rows Hopper's tiles do not divide are of another kind, which does not keep the rest from these tiles.
     """
     kinds: tuple[dict, dict] = {}, {}
     for i in left:
-        weight = weights[i]
-        kind = weight.dtype, weight.out, weight.input_format
+        weight = problem.weights[i]
+        odd = gpu.hopper and problem.quantized and weight.input_format is None and weight.rows % 64 > 0
+        kind = weight.dtype, weight.out, weight.input_format, odd
         kinds[weight.input_format is None].setdefault(kind, []).append(i)
     for fp8, plain in zip_longest(*(kind.values() for kind in kinds), fillvalue=()):
         yield *fp8, *plain
@@ -452,7 +466,7 @@ def _product(problem: LinearProblem, places: tuple[int, ...], gpu: GPU) -> Produ
     choice = PRODUCTS.choose(problem, gpu)
     kernel, config, blocks = choice.kernel, choice.config, problem.blocks
     token_tiles, splits, plain_splits = cdiv(problem.tokens, config.tokens), config.splits, config.plain_splits
-    fp8, plain = _tiled(problem.fp8, config.rows, problem.groups), _tiled(problem.plain, config.rows)
+    fp8, plain = (_tiled(weights, config.rows, problem.groups) for weights in (problem.fp8, problem.plain))
     if problem.batch_invariant or (fp8.TILES + plain.TILES) * token_tiles * config.warpgroups > COUNTERS:
         splits = plain_splits = 1
     if kernel != TRITON:
@@ -465,17 +479,16 @@ def _product(problem: LinearProblem, places: tuple[int, ...], gpu: GPU) -> Produ
     else:
         quantizes = kernel == DECODE and problem.quantize_output and config.rows == 128
     fp8, plain = replace(fp8, SPLITS=splits), replace(plain, SPLITS=plain_splits)
-    quantized = problem.quantized and any(weight.reads_fp8_once for weight in problem.fp8)
-    rounded = problem.rounded and any(weight.rounds_once for weight in problem.fp8)
+    quantized = problem.quantized and bool(problem.read_once)
     dots = tuple(dot_format(problem.dtype, weights, gpu) for weights in (problem.fp8, problem.plain))
-    return ProductPlan(choice, places, token_tiles, fp8, plain, quantized, rounded, quantizes, dots)
+    return ProductPlan(choice, places, token_tiles, fp8, plain, quantized, quantizes, dots)
 
 
 def _tiled(weights: Sequence[LinearWeight], rows: int, groups: int = 1) -> WeightTiles:
     """Tiles of ``rows`` rows over weights, or over each of the ``groups`` of one weight; not split."""
     sizes = tuple(weight.rows for weight in weights)
     *firsts, tiles = accumulate((groups * cdiv(size // groups, rows) for size in sizes), initial=0)
-    return WeightTiles(sizes, tuple(firsts), tiles, 1, sizes[0] // groups if groups > 1 else 0)
+    return WeightTiles(sizes, tuple(firsts), tiles, 1, sizes[0] // groups if sizes and groups > 1 else 0)
 
 
 def _without_empty(blocks: int, splits: int) -> int:
@@ -486,15 +499,13 @@ def _without_empty(blocks: int, splits: int) -> int:
 def dot_format(x: torch.dtype, weights: Sequence[LinearWeight], gpu: GPU) -> DotFormat:
     """Of weights of one kind, or none. No choice rounds the factors.
 
-    Float16 and bfloat16 hold e4m3, bfloat16 also e4m3 times a power of two, and three bfloat16 hold a float32. Sums of
-    FP8 products keep about 14 bits on compute capability 9.0, too few for a float32 output.
+    Float16 and bfloat16 hold e4m3, and three bfloat16 hold a float32. Sums of FP8 products keep about 14 bits on
+    compute capability 9.0, too few for a float32 output.
     """
     if not weights:
         return DotFormat(torch.float16)
     weight = weights[0]
     if weight.input_format is not None:
-        if weight.rounds_once:
-            return DotFormat(BF16)
         if weight.input_format.fp8:
             return DotFormat(FP8 if gpu.native_fp8 and weight.out != F32 else torch.float16)
         return DotFormat(x) if x in HALVES else DotFormat(BF16, 3)

@@ -32,15 +32,9 @@ class LinearWeight(NamedTuple):
     follows: bool = False
 
     @property
-    def reads_fp8_once(self) -> bool:
-        """An earlier launch may quantise the input."""
-        return self.input_format is not None and self.input_format.fp8 and self.input_format.group == FP8_INPUT_GROUP
-
-    @property
-    def rounds_once(self) -> bool:
-        """An earlier launch may round the input to FP8 in groups of 32: bfloat16 holds the values with their scales."""
-        read = self.input_format
-        return read is not None and read.fp8 and read.pow2_scales and read.group != FP8_INPUT_GROUP
+    def fp8_group(self) -> int:
+        """Channels of an FP8 input that share a scale; 0 if the product reads no FP8 input."""
+        return self.input_format.group if self.input_format is not None and self.input_format.fp8 else 0
 
 
 @dataclass(frozen=True)
@@ -53,8 +47,8 @@ class LinearProblem:
         weights: FP8 and unquantised weights in any order; one FP8 weight if there are groups.
         groups: diagonal blocks of the weight.
         rotated: inverse RoPE is applied to the input before the product.
-        quantized: the caller has quantised the input, for weights with `LinearWeight.reads_fp8_once`.
-        rounded: the input is rounded before, for weights with `LinearWeight.rounds_once`.
+        quantized: the caller has quantised the input in groups of ``group`` channels, for weights that read it so.
+        rounded: the input is rounded before to values that bfloat16 holds: FP8 in groups of 32, with their scales.
         aligned, quantized_aligned: address and row stride of the input, or of its FP8 copy, are multiples of 16 bytes.
         quantize_output: also return the output in FP8 if that needs no further launch; for one weight.
         batch_invariant: sums of a token do not depend on the number of tokens.
@@ -67,6 +61,7 @@ class LinearProblem:
     groups: int = 1
     rotated: bool = False
     quantized: bool = False
+    group: int = FP8_INPUT_GROUP
     rounded: bool = False
     aligned: bool = True
     quantized_aligned: bool = True
@@ -82,6 +77,11 @@ class LinearProblem:
     def fp8(self) -> list[LinearWeight]:
         """The FP8 weights."""
         return [weight for weight in self.weights if weight.input_format is not None]
+
+    @property
+    def read_once(self) -> list[LinearWeight]:
+        """The weights whose input an earlier launch may quantise."""
+        return [weight for weight in self.weights if weight.fp8_group == self.group]
 
     @property
     def plain(self) -> list[LinearWeight]:
@@ -225,7 +225,7 @@ class ProductPlan:
         weights: indices into the problem's weights, FP8 weights first; cuBLAS multiplies adjacent weights as one.
         token_tiles: number of token tiles.
         fp8, plain: tiles of the FP8 and of the unquantised weights; none for cuBLAS.
-        quantized, rounded: an earlier launch quantises the inputs of FP8 weights, or rounds them.
+        quantized: an earlier launch quantises the inputs of FP8 weights.
         quantizes_output: the launch also writes the output in FP8.
         dots: of FP8 and of unquantised weights, for `multi_linear_kernel`.
     """
@@ -236,7 +236,6 @@ class ProductPlan:
     fp8: WeightTiles = NO_TILES
     plain: WeightTiles = NO_TILES
     quantized: bool = False
-    rounded: bool = False
     quantizes_output: bool = False
     dots: tuple[DotFormat, ...] = ()
 

@@ -43,7 +43,7 @@ class QuantizeInputs(NamedTuple):
     Attributes:
         x: ``[M, K]`` of a float dtype; x_stride: elements from a row to the next, even.
         out: ``[K / GROUP_K, M, GROUP_K]``, FP8 or of a float dtype; out_stride, out_group_stride: of its dimensions.
-        scale: float32 ``[K / 128, scale_stride]``, a row per 128 channels, or None.
+        scale: float32 ``[K / GROUP, scale_stride]``, a row per ``GROUP`` channels, or None.
         positions: ``[M]``; those below 0 are not rotated. None without a rotation.
         cos_sin: float32 ``[positions, ROPE_DIM]`` for the last channels of a head, or None.
     """
@@ -65,8 +65,8 @@ class QuantizeConstants:
 
     Attributes:
         K: channels of a row; GROUP_K: of a group of the output.
-        QUANTIZE: the output is FP8 under a scale per 128 channels; POW2: a power of two.
-        ROUND: channels of a group that is rounded to FP8 values times their scale, 0 for no rounding.
+        QUANTIZE: the output is FP8 under a scale per ``GROUP`` channels; POW2: a power of two.
+        ROUND: it is FP8 values times these scales.
         ROPE_DIM: rotated channels of a head, 0 for no rotation; HEAD_DIM: channels of a head.
         ROWS, CHANNELS: of a program's tile.
         NATIVE_FP8, PDL: as in `GPU`.
@@ -75,7 +75,8 @@ class QuantizeConstants:
     K: int
     GROUP_K: int
     QUANTIZE: bool
-    ROUND: int
+    ROUND: bool
+    GROUP: int
     POW2: bool
     ROPE_DIM: int
     HEAD_DIM: int
@@ -90,6 +91,7 @@ def quantize_input_kernel(rows, M, CONSTANTS: tl.constexpr):
     """A tile of ``M`` rows (`QuantizeInputs`), rotated back if ``ROPE_DIM``, quantised if ``QUANTIZE``, or rounded."""
     K: tl.constexpr = CONSTANTS.K
     GROUP_K: tl.constexpr = CONSTANTS.GROUP_K
+    GROUP: tl.constexpr = CONSTANTS.GROUP
     POW2: tl.constexpr = CONSTANTS.POW2
     ROPE_DIM: tl.constexpr = CONSTANTS.ROPE_DIM
     HEAD_DIM: tl.constexpr = CONSTANTS.HEAD_DIM
@@ -121,13 +123,13 @@ def quantize_input_kernel(rows, M, CONSTANTS: tl.constexpr):
     out_word = group_word + token[:, None] * (rows.out_stride // 2) + (pair % (GROUP_K // 2))[None, :]
     if CONSTANTS.QUANTIZE:
         # two bytes are a word; scales are stored in rows of groups, as cuBLAS reads them
-        GROUPS: tl.constexpr = CONSTANTS.CHANNELS // 128
-        codes, scale = quantize_pairs(first, second, POW2, CONSTANTS.NATIVE_FP8)
+        GROUPS: tl.constexpr = CONSTANTS.CHANNELS // GROUP
+        codes, scale = quantize_pairs(first, second, POW2, CONSTANTS.NATIVE_FP8, GROUP // 2)
         tl.store(rows.out.to(tl.pointer_type(tl.int16)) + out_word, codes, mask=inside)
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
         target = rows.scale + group[None, :].to(tl.int64) * rows.scale_stride + token[:, None]
-        tl.store(target, scale, mask=(row < M)[:, None] & (group < K // 128)[None, :])
+        tl.store(target, scale, mask=(row < M)[:, None] & (group < K // GROUP)[None, :])
     else:
-        if CONSTANTS.ROUND > 0:
-            first, second = round_pairs(first, second, CONSTANTS.ROUND, POW2, CONSTANTS.NATIVE_FP8)
+        if CONSTANTS.ROUND:
+            first, second = round_pairs(first, second, GROUP, POW2, CONSTANTS.NATIVE_FP8)
         tl.store(rows.out.to(tl.pointer_type(OUT_WORD)) + out_word, _word(first, second, OUT), mask=inside)

@@ -28,10 +28,10 @@ def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRow
         weight, scale = segment.weight, segment.scale
         if not segment.reads_fp8:
             x32 = x.float()
-        elif quantized is None:
+        elif quantized is None or quantized.group != segment.input_format.group:
             x32 = quantized_input(x, segment.input_format)
         else:
-            x32 = dequantize_fp8(quantized.values, quantized.scale, FP8_INPUT_GROUP).to(x.dtype).float()
+            x32 = dequantize_fp8(quantized.values, quantized.scale, quantized.group).to(x.dtype).float()
         if scale is None and weight.dtype != torch.float32:
             y = torch.cat([F.linear(x32, rows.float()) for rows in weight.split(UPCAST_ROWS)], dim=-1)
         else:

@@ -115,6 +115,16 @@ def problem(M, H, d, groups, rank, rope_dim, dtype=BF16, spare=3):
     return whole[:, :H], weight, scale, groups, torch.randint(999, (M,)), table(999, rope_dim)
 
 
+@pytest.mark.parametrize("M", [1, 8, 9, 33, 130])
+@pytest.mark.parametrize(("H", "d", "groups", "rank"), [(64, 512, 8, 1024), (8, 64, 4, 40), (6, 32, 2, 130)], ids=str)
+def test_plain_weights(gpu, M, H, d, groups, rank):
+    """Of inputs that are not quantised: by cuBLAS, or a launch whose programs read the channels of one group."""
+    o, _, _, _, positions, cos_sin = problem(M, H, d, groups, rank, 32)
+    weight = (torch.randn(groups * rank, H // groups * d) / 8).to(BF16)
+    expected = expected_linear(o, weight, None, groups, positions, cos_sin)
+    assert relative(grouped_linear(o, weight, None, groups, positions, cos_sin), expected) <= LIMIT[BF16]
+
+
 SHAPES = {
     "flash": (64, 512, 8, 1024, 64),
     "half of flash": (32, 512, 4, 1024, 64),

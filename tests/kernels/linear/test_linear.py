@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from deepseek_attn.kernels.common.plans import forced_row
 from deepseek_attn.kernels.linear.launch import linear_problem, multi_linear, quantize_input
 from deepseek_attn.kernels.linear.plan import (
+    HOPPER,
     JOIN_FROM,
     LIBRARY,
     PLAIN_CHANNELS,
@@ -121,33 +122,39 @@ def test_products_compile(arch, product):
     quantizers = found.pop("quantize_input_kernel", [])
     kernels = [kernel for launches in found.values() for kernel in launches]
     assert len(kernels) == 1
-    assert len(quantizers) == (segments[0].reads_fp8 and M > 8)
+    group, on_hopper = segments[0].input_format.group, HOPPER in found
+    assert len(quantizers) == (segments[0].reads_fp8 and (M > 8 or on_hopper))
     for kernel in kernels + quantizers:
         assert ("griddepcontrol" in kernel.asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
         assert "e4m3" not in kernel.asm["ptx"] or arch != "sm80"
-    if CAPABILITIES[arch] >= (9, 0) and M <= 8:
+    if CAPABILITIES[arch] >= (9, 0) and M <= 8 and not on_hopper:
         early = kernels[0].asm["ptx"].partition("griddepcontrol.wait")[0]
         assert "ld.global" in early, "the first weights are asked for while the launch ahead still runs"
     if arch == "sm90" and quantizers:
-        assert ("f32.e4m3.e4m3" in kernels[0].asm["ptx"]) == segments[0].reads_fp8_once
+        assert ("f32.e4m3.e4m3" in kernels[0].asm["ptx"]) == segments[0].reads_fp8
+        assert on_hopper or group == 128 or segments[0].weight.shape[0] % 64 or len(segments) > 2
         assert "cvt.rn.satfinite.e4m3x2" in quantizers[0].asm["ptx"]
 
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_blocks_of_32_are_expanded_for_many_tokens(fp8):
     """An input in FP8 is rounded before; bfloat16 holds both factors of the product, which is cuBLAS's."""
-    x, read = torch.empty(300, 4096, dtype=BF16, **META), InputFormat(fp8, group=32)
+    x, read = torch.empty(600, 4096, dtype=BF16, **META), InputFormat(fp8, group=32)
     found = compiled_ops("sm90", lambda: multi_linear(x, meta_segments(4096, (8192,), (), read)))
     assert list(found) == ["quantize_input_kernel"] * fp8 + ["expand_weight_kernel"]
 
 
 def test_inputs_are_quantised_once_or_rounded_once():
-    """Where a call has both kinds of blocks, programs round what blocks of 32 read."""
-    x, small, large = torch.empty(40, 256, dtype=BF16, **META), InputFormat(True, group=32), ROUNDED
-    calls = [meta_segments(256, (64,), (), read) for read in (small, large)]
-    made = [plan(linear_problem(x, segments, None), H200) for segments in (*calls, calls[0] + calls[1])]
-    assert [(one.quantizes, one.rounds) for one in made] == [(False, True), (True, False), (True, False)]
-    assert not any(product.rounded for product in made[2].products)
+    """Rounded only for cuBLAS. Where a call has both kinds of blocks, programs quantise what blocks of 32 read."""
+    x, small, large = torch.empty(600, 4096, dtype=BF16, **META), InputFormat(True, group=32), ROUNDED
+    of_32, of_128, few = (meta_segments(4096, (n,), (), read) for n, read in ((512, small), (512, large), (64, small)))
+    made = [plan(linear_problem(x, segments, None), H200) for segments in (of_32, of_128, of_32 + few, of_32 + of_128)]
+    assert [(one.quantizes, one.rounds) for one in made] == [(False, True), *[(True, False)] * 3]
+    assert [product.quantized for product in made[3].products] == [False, True]
+    x = x[:5]  # quantised before: one launch for Hopper's tensor cores, instead of rows that are read 32 channels wide
+    assert plan(linear_problem(x, of_32 + few, None), H200).quantizes
+    assert not plan(linear_problem(x, of_128, None), H200).quantizes
+    assert not plan(linear_problem(x, of_32, None), GPU((8, 9), 142)).quantizes
 
 
 def test_factors_hold_what_they_are_given():
@@ -324,6 +331,29 @@ HOPPER_CONFIGS = [
     LinearHopperTiles(64, 128, 64, 64, 16, 16, stages=7),
     LinearHopperTiles(128, 8, 128, 8, stages=3, spare=1),
 ]
+
+
+@pytest.mark.parametrize("config", HOPPER_CONFIGS, ids=str)
+def test_every_hopper_configuration_of_blocks_of_32(hopper, config):
+    """Scales that differ by row, channel and token; the same results whoever quantises the input, and in any rows."""
+    read = InputFormat(True, group=32)
+    for K, scaled, plain in (
+        (2048, (320, 128, 512), (192, 64)),
+        (640, (192,), ()),
+        (128, (64,), ()),
+        (1280, (1024,), ()),
+    ):
+        segments = [Segment(*uneven_weight(n, K), read) for n in scaled]
+        segments += [Segment(torch.randn(n, K).to(BF16), out_dtype=F32) for n in plain]
+        for M in (1, 17, 33, 100, 129):
+            x = awkward(M, K)
+            with forced(config):
+                got = multi_linear(x, segments)
+                again = multi_linear(x.flip(0), segments)
+            for mine, other, expected in zip(got, again, reference.multi_linear(x, segments), strict=True):
+                assert torch.equal(mine, other.flip(0))
+                # sums of 32 products have about 14 bits
+                assert relative(mine, expected) <= LIMIT[mine.dtype]
 
 
 @pytest.mark.parametrize("config", HOPPER_CONFIGS, ids=str)

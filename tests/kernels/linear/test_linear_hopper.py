@@ -9,10 +9,10 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import forced_row
-from deepseek_attn.kernels.common.quant import empty_quantized_rows
+from deepseek_attn.kernels.common.quant import InputFormat, empty_quantized_rows
 from deepseek_attn.kernels.linear import Segment
 from deepseek_attn.kernels.linear.launch import launch, linear_problem
-from deepseek_attn.kernels.linear.plan import DECODE, HOPPER, PRODUCTS, hopper_products, plan, tiles_at_once
+from deepseek_attn.kernels.linear.plan import DECODE, HOPPER, PRODUCTS, TRITON, hopper_products, plan, tiles_at_once
 from deepseek_attn.kernels.linear.problem import LinearHopperTiles, LinearWeight
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import compiled_ops, ptxas_report
@@ -33,17 +33,22 @@ LAUNCHES = {
     "wo_b": (8192, (4096,), (), 1, False),
     "Pro, queries": (1536, (65536, 8192), (), 1, False),
     "odd blocks": (640, (192, 64), (128,), 1, False),
+    "blocks of 32": (5120, (1280, 512), (512, 512), 1, False, None, 32),
+    "blocks of 32, queries": (1280, (32768,), (), 1, False, None, 32),
 }
 
 
-def run(M, K, fp8_rows, plain_rows, groups, quantize_output, quantized_groups=None):
+def run(M, K, fp8_rows, plain_rows, groups, quantize_output, quantized_groups=None, group=128):
     def empty(*shape, dtype=F32):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    segments = [Segment(empty(n, K, dtype=FP8), empty(n // 128, K // 128), ROUNDED) for n in fp8_rows]
+    segments = [
+        Segment(empty(n, K, dtype=FP8), empty(-(-n // group), K // group), InputFormat(True, group=group))
+        for n in fp8_rows
+    ]
     segments += [Segment(empty(n, K, dtype=BF16), out_dtype=F32) for n in plain_rows]
     values = quantized_groups or (groups if groups > 1 else None)
-    quantized = empty_quantized_rows(M, K * groups, torch.device("meta"), groups=values)
+    quantized = empty_quantized_rows(M, K * groups, torch.device("meta"), groups=values, group=group)
     x = empty(M, K * groups, dtype=BF16)
     wanted = linear_problem(x, segments, quantized, groups, False, quantize_output)
     of_launch = plan(wanted, H200)
@@ -55,9 +60,9 @@ def run(M, K, fp8_rows, plain_rows, groups, quantize_output, quantized_groups=No
 
 
 # an output is quantised from 33 tokens on; tiles between the smallest and the largest once for each kind of launch
-TILINGS = [(name, M) for name, case in LAUNCHES.items() for M in (16, 128) if M > 32 or not case[-1]]
+TILINGS = [(name, M) for name, case in LAUNCHES.items() for M in (16, 128) if M > 32 or not case[4]]
 TILINGS += [("x of C4A", 32), ("x of C4A", 64), ("queries", 64), ("wo_a", 32), ("wo_a, quantised", 64)]
-MAIN = [("wo_a, quantised", 128)]  # FP8 output
+MAIN = [("wo_a, quantised", 128), ("blocks of 32", 16)]  # FP8 output, several scales of a block
 
 
 @pytest.mark.parametrize(("name", "M"), tiered(TILINGS, MAIN))
@@ -145,3 +150,11 @@ def test_tiles_without_a_whole_scale_block_write_no_fp8():
             assert [one.quantizes_output for one in plan(wanted(129, 512, 512, 0, True), H200).products] == [
                 rows == 128
             ]
+
+
+def test_few_rows_of_a_plain_weight_are_a_launch_of_their_own():
+    """V4.1's index weights, 32 rows: all other projections of its input are for Hopper's tensor cores."""
+    made = plan(problem(32, 5120, (1280, 512), (512, 512, 32)), H200).products
+    assert [(one.choice.kernel, one.weights) for one in made] == [(HOPPER, (0, 1, 2, 3)), (TRITON, (4,))]
+    (one,) = plan(problem(8, 5120, (1280, 512), (512, 512, 32), quantized=False), H200).products
+    assert one.choice.kernel == TRITON
