@@ -199,10 +199,11 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
 
 @gluon.jit
 def _start_group(buffers, n, step, WARPGROUP: gl.constexpr, TILING: gl.constexpr, zeros):
-    """Starts a product of 64 rows and 32 channels of block ``n``: all groups of the first 64 rows come first."""
-    ROW: gl.constexpr = WARPGROUP * TILING.ROW_STEP + step // TILING.GROUPS * 64
+    """Starts a product of 64 rows and 32 channels of block ``n``: all rows of a group of channels come first."""
+    PARTS: gl.constexpr = TILING.PART_ROWS // 64
+    ROW: gl.constexpr = WARPGROUP * TILING.ROW_STEP + step % PARTS * 64
     TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
-    CHANNEL: gl.constexpr = step % TILING.GROUPS * 32
+    CHANNEL: gl.constexpr = step // PARTS * 32
     x = buffers.x.index(n % TILING.STAGES).slice(TOKEN, TILING.PART_TOKENS).slice(CHANNEL, 32, dim=1)
     w = buffers.weight.index(n % TILING.STAGES).slice(ROW, 64).slice(CHANNEL, 32, dim=1)
     return warpgroup_mma(w, x.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -216,7 +217,9 @@ def sum_of_groups(buffers, n, first, end, scale_ptr, row, WARPGROUP: gl.constexp
     """
     TOKENS: gl.constexpr = TILING.PART_TOKENS
     GROUPS: gl.constexpr = TILING.GROUPS
-    STEPS: gl.constexpr = GROUPS * TILING.PART_ROWS // 64
+    PARTS: gl.constexpr = TILING.PART_ROWS // 64
+    STEPS: gl.constexpr = GROUPS * PARTS
+    PART: gl.constexpr = 2 * TILING.K // 32  # scales from a part of the rows to the next
     AHEAD: gl.constexpr = 4 if TOKENS <= 32 else 2  # products under way at once
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     zeros = gl.zeros([64, TOKENS], gl.float32, layout=MMA)
@@ -227,33 +230,33 @@ def sum_of_groups(buffers, n, first, end, scale_ptr, row, WARPGROUP: gl.constexp
     scale_row = scale_ptr + (row // 32 + block_of_rows) * (TILING.K // 32)
     acc = ()
     scales = ()
+    for _part in gl.static_range(PARTS):
+        acc += (sum_of_none,)
     for step in gl.static_range(STEPS):
-        if step % GROUPS == 0:
-            acc += (sum_of_none,)
-        scales += (gl.load(scale_row + step // GROUPS * (2 * TILING.K // 32) + first * GROUPS + step % GROUPS),)
+        scales += (gl.load(scale_row + step % PARTS * PART + first * GROUPS + step // PARTS),)
     for block in range(first, end):
         # scales are read a block ahead, so that no product waits for them
         following = gl.minimum(block + 1, end - 1) * GROUPS
         _await(buffers, n, TILING)
         products = ()
-        sums = ()
         later = ()
-        total = acc[0]
         for step in gl.static_range(AHEAD - 1):
             products += (_start_group(buffers, n, step, WARPGROUP, TILING, zeros),)
-        for step in gl.static_range(STEPS):
-            later += (gl.load(scale_row + step // GROUPS * (2 * TILING.K // 32) + following + step % GROUPS),)
-            if step + AHEAD <= STEPS:
-                products += (_start_group(buffers, n, step + AHEAD - 1, WARPGROUP, TILING, zeros),)
-            product = warpgroup_mma_wait(len(products) - 1 - step, deps=[products[step]])
-            token_scales = _token_scales(buffers, n, step % GROUPS, WARPGROUP, TILING)
-            factors = token_scales.load(gl.SliceLayout(0, gl.SliceLayout(1, BY_BLOCK)))[None, None, :]
-            if step % GROUPS == 0:
-                total = acc[step // GROUPS]
-            total += product.reshape([2, 32, TOKENS]) * (factors * scales[step][:, None, None])
-            if step % GROUPS == GROUPS - 1:
-                sums += (total,)
-        acc = sums
+        for group in gl.static_range(GROUPS):
+            # the tokens' scales are read while products run
+            token_scales = _token_scales(buffers, n, group, WARPGROUP, TILING)
+            token_scale = token_scales.load(gl.SliceLayout(0, gl.SliceLayout(1, BY_BLOCK)))[None, None, :]
+            sums = ()
+            for part in gl.static_range(PARTS):
+                later += (gl.load(scale_row + part * PART + following + group),)
+                if group * PARTS + part + AHEAD <= STEPS:
+                    started = _start_group(buffers, n, group * PARTS + part + AHEAD - 1, WARPGROUP, TILING, zeros)
+                    products += (started,)
+                factors = token_scale * scales[group * PARTS + part][:, None, None]
+                pending = products[group * PARTS + part]
+                product = warpgroup_mma_wait(len(products) - 1 - group * PARTS - part, deps=[pending])
+                sums += (acc[part] + product.reshape([2, 32, TOKENS]) * factors,)
+            acc = sums
         scales = later
         _release(buffers, n, TILING)
         n += 1

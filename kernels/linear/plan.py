@@ -53,7 +53,7 @@ DECODE_TOKENS = 16  # at most, of `linear_decode_hopper`
 HOPPER_FP8_WEIGHTS, HOPPER_PLAIN_WEIGHTS = 3, 5  # FP8 and plain weights of a launch on Hopper, at most
 OWN_BLOCKS = 16  # of a job whose input `linear_decode_hopper` quantises, at most: a register holds one value
 EXPANDED_ROWS, EXPANDED_CHANNELS = 32, 512  # of a program that expands a weight in blocks of 32
-EXPAND_FROM, EXPAND_FROM_ON_HOPPER = 65, 513  # tokens; fewer take less time than expanding a weight
+EXPAND_FROM, EXPAND_FROM_ON_HOPPER = 65, 257  # tokens; fewer take less time than expanding a weight
 PLAIN_CHANNELS = 64  # of a plain weight that a program of `linear_triton` reads at once; of an FP8 weight a group
 
 
@@ -151,14 +151,14 @@ def large_for_cublas(problem: LinearProblem, gpu: GPU) -> bool:
 
     cuBLAS does not split K: its time is at least proportional to K.
     """
-    M, N, K = problem.tokens, problem.weights[0].rows, problem.channels
-    read, on_hopper = problem.weights[0].input_format, hopper_products(problem, gpu)
+    M, N, K = problem.tokens, problem.weights[0].rows // problem.groups, problem.channels
+    read, large = problem.weights[0].input_format, problem.groups * N * K >= 1 << 20
+    if read is None and problem.groups > 1:  # all groups are one product
+        return M > QUANTIZE_ABOVE and large
     if read is not None and read.group != FP8_INPUT_GROUP:
         on_hopper = hopper_products(replace(problem, quantized=True), gpu)
-        least = EXPAND_FROM_ON_HOPPER if on_hopper else EXPAND_FROM
-        return least <= M and N * K >= 1 << 20
-    fp8 = bool(problem.fp8)
-    N //= problem.groups if fp8 else 1  # FP8 groups are products of their own
+        return (EXPAND_FROM_ON_HOPPER if on_hopper else EXPAND_FROM) <= M and large
+    fp8, on_hopper = bool(problem.fp8), hopper_products(problem, gpu)
     if M <= 32 or (on_hopper and M <= 128):
         return False
     work = 2 * M * N * K
@@ -235,9 +235,13 @@ def ring_of_half_tiles(problem: LinearProblem, gpu: GPU) -> LinearDecodeTiles:
 
 
 def _hopper_rows(problem: LinearProblem, gpu: GPU) -> int:
-    """Rows of a tile: 64 where 128 would leave multiprocessors without work."""
+    """Rows of a tile: 64 where 128 would leave multiprocessors without work.
+
+    Blocks of 32 take four products each: adding up three partials of 128 rows takes less time than twice the blocks.
+    """
     tiles = cdiv(problem.planned_tokens, _token_tile(problem, 16, 128)) * cdiv(problem.rows, 128)
-    return 128 if problem.plain_rows or tiles >= gpu.multiprocessors else 64
+    enough = 4 * tiles >= gpu.multiprocessors if blocks_of_32(problem, gpu) else tiles >= gpu.multiprocessors
+    return 128 if problem.plain_rows or enough else 64
 
 
 def _hopper_tiles(problem: LinearProblem, rows: int, tokens: int) -> int:
