@@ -460,7 +460,8 @@ def quantize_rows(
     group: int = FP8_INPUT_GROUP,
 ) -> QuantizedRows:  # fmt: skip
     """``x [M, channels]``, rotated back by ``rope``, as FP8 in the memory of `empty_quantized_rows`."""
-    quantized = empty_quantized_rows(*x.shape, x.device, pow2_scales, groups, group)
+    rows, channels = x.shape
+    quantized = empty_quantized_rows(rows, channels, x.device, pow2_scales, groups, group)
     _launch_quantize(plan, x, quantized.values, quantized.scale.t(), pow2_scales, rope, group)
     return quantized
 

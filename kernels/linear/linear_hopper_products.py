@@ -122,18 +122,12 @@ def _start(buffers, n, WARPGROUP: gl.constexpr, TILING: gl.constexpr, HALF: gl.c
 
 
 @gluon.jit
-def _token_scales(buffers, n, group, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
-    """Shared memory with the tokens' scales of a group of channels of block ``n``."""
+def _token_scales(buffers, n, group, LAYOUT: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+    """The tokens' scales of a group of channels of block ``n``."""
     SCALES: gl.constexpr = TILING.SCALES
     TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
     scales = buffers.scales.index(n % TILING.STAGES * TILING.GROUPS + group)
-    return reinterpret(scales, gl.float32, [SCALES], _FLAT).slice(TOKEN, TILING.PART_TOKENS)
-
-
-@gluon.jit
-def _factors(buffers, n, w_scale, WARPGROUP: gl.constexpr, TILING: gl.constexpr, MMA: gl.constexpr):
-    """The scales of the products of block ``n``."""
-    return (_token_scales(buffers, n, 0, WARPGROUP, TILING).load(gl.SliceLayout(0, MMA)) * w_scale)[None, :]
+    return reinterpret(scales, gl.float32, [SCALES], _FLAT).slice(TOKEN, TILING.PART_TOKENS).load(LAYOUT)
 
 
 @gluon.jit
@@ -152,6 +146,7 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
     """
     TOKENS: gl.constexpr = TILING.PART_TOKENS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
+    COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
     zeros = gl.zeros([64, TOKENS], gl.float32, layout=MMA)
     acc = zeros
     if TILING.PART_ROWS == 64:
@@ -163,9 +158,9 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
             a = _start(buffers, n, WARPGROUP, TILING, 0, zeros)
             b = _start(buffers, n + 1, WARPGROUP, TILING, 0, zeros)
             a = warpgroup_mma_wait(1, deps=[a])  # the first product has ended, the second runs on
-            acc += a * _factors(buffers, n, scale, WARPGROUP, TILING, MMA)
+            acc += a * (_token_scales(buffers, n, 0, COLUMN, WARPGROUP, TILING) * scale)[None, :]
             b = warpgroup_mma_wait(0, deps=[b])
-            acc += b * _factors(buffers, n + 1, next_scale, WARPGROUP, TILING, MMA)
+            acc += b * (_token_scales(buffers, n + 1, 0, COLUMN, WARPGROUP, TILING) * next_scale)[None, :]
             _release(buffers, n, TILING)
             mbarrier.arrive(buffers.empty.index((n + 1) % TILING.STAGES))  # the barrier above holds for both
             n += 2
@@ -174,7 +169,7 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
             _await(buffers, n, TILING)
             a = _start(buffers, n, WARPGROUP, TILING, 0, zeros)
             a = warpgroup_mma_wait(0, deps=[a])
-            acc += a * _factors(buffers, n, scale, WARPGROUP, TILING, MMA)
+            acc += a * (_token_scales(buffers, n, 0, COLUMN, WARPGROUP, TILING) * scale)[None, :]
             _release(buffers, n, TILING)
         return (acc,)
     else:
@@ -187,7 +182,7 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
             a = _start(buffers, n, WARPGROUP, TILING, 0, zeros)
             b = _start(buffers, n, WARPGROUP, TILING, 1, zeros)
             # both halves of the rows have these scales, which are read while the products run
-            factors = _factors(buffers, n, scale, WARPGROUP, TILING, MMA)
+            factors = (_token_scales(buffers, n, 0, COLUMN, WARPGROUP, TILING) * scale)[None, :]
             a = warpgroup_mma_wait(1, deps=[a])
             acc += a * factors
             b = warpgroup_mma_wait(0, deps=[b])
@@ -226,6 +221,7 @@ def sum_of_groups(buffers, n, first, end, scale_ptr, row, WARPGROUP: gl.constexp
     # rows by their block of 32: both rows of a thread have one scale, so that it multiplies a token's scale once
     sum_of_none = zeros.reshape([2, 32, TOKENS])
     BY_BLOCK: gl.constexpr = sum_of_none.type.layout
+    COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, BY_BLOCK))
     block_of_rows = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, BY_BLOCK)))
     scale_row = scale_ptr + (row // 32 + block_of_rows) * (TILING.K // 32)
     acc = ()
@@ -244,8 +240,7 @@ def sum_of_groups(buffers, n, first, end, scale_ptr, row, WARPGROUP: gl.constexp
             products += (_start_group(buffers, n, step, WARPGROUP, TILING, zeros),)
         for group in gl.static_range(GROUPS):
             # the tokens' scales are read while products run
-            token_scales = _token_scales(buffers, n, group, WARPGROUP, TILING)
-            token_scale = token_scales.load(gl.SliceLayout(0, gl.SliceLayout(1, BY_BLOCK)))[None, None, :]
+            token_scale = _token_scales(buffers, n, group, COLUMN, WARPGROUP, TILING)[None, None, :]
             sums = ()
             for part in gl.static_range(PARTS):
                 later += (gl.load(scale_row + part * PART + following + group),)
