@@ -32,7 +32,7 @@ V41 = {
     "candidate_entries_kernel", "queries_kernel", "multi_linear_kernel",
 }  # fmt: skip
 GPUS = [(numerics, arch) for numerics in ("serving", "official") for arch in ("sm90", "sm80", "sm100")]
-OFFICIAL = {"attend_kernel", "gather_kernel", "grouped_product_kernel"}  # kernels for Hopper lack its records and inputs
+OFFICIAL = {"attend_kernel", "gather_kernel", "grouped_product_kernel"}  # Hopper has none for these
 
 
 def trailing_prefill(runner: MetaRunner, rows: list[tuple[int, int]]) -> torch.Tensor:
