@@ -316,7 +316,7 @@ def _pool(e, item, chunks, group, parts, batch, scratch, P: tl.constexpr, PARTS:
     part = parts[P]
     SHAPE: tl.constexpr = PARTS[P]  # Triton 3.6 does not pass an element of a constexpr tuple as a constexpr
     D: tl.constexpr = SHAPE.ENTRY.D
-    BLOCK: tl.constexpr = row_block(D)
+    BLOCK: tl.constexpr = D if SHAPE.ENTRY.HADAMARD else row_block(D)  # a Hadamard matrix has D columns
     RATIO: tl.constexpr = CONFIG.RATIO
     N: tl.constexpr = CONFIG.GROUP // SHAPE.ITEMS if CONFIG.TILES.lanes == 1 else 1
     request, nth, ring = group

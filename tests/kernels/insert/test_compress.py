@@ -304,6 +304,7 @@ RECORDS = {
     "index_fp8": (IndexFp8Record(128), 64, False, 0.07),
     "index_fp4": (IndexFp4Record(128), 64, False, 0.3),
     "hadamard": (PlainRecord(128, torch.float32), 64, True, 1e-5),
+    "narrow_hadamard": (PlainRecord(32, torch.float32), 16, True, 1e-5),
     "index_fp4_hadamard": (IndexFp4Record(128), 64, True, 0.3),
     "plain_bf16": (PlainRecord(128, torch.bfloat16), 64, False, 0.01),
 }
