@@ -469,7 +469,7 @@ def test_a_chat_streams(llm, free_pages):
 
 def test_closed(llm):
     with LLM(llm.directory, **OPTIONS) as model:
-        expected = f"LLM({str(llm.directory)!r}, {model.runner!r}, Tokenizer({str(llm.directory)!r}, 270 tokens, "
+        expected = f"LLM({str(llm.directory)!r}, {model.runner!r}, Tokenizer({str(llm.directory)!r}, 271 tokens, "
         assert repr(model).startswith(expected)
         stream = model.stream("abc", GREEDY)
         next(stream)
