@@ -106,7 +106,7 @@ PRODUCTS = {
     "float32 results": (5, BF16, meta_segments(1024, (512,), read=ROUNDED, out_dtype=F32)),
     "float32 input": (16, F32, meta_segments(4096, (512,), (129280,))),
     "float32 input, 40 tokens": (40, F32, meta_segments(4096, (512,), (129280,))),
-    "blocks of 32": (9, BF16, meta_segments(5120, (1280, 512), (512, 512, 32), InputFormat(True, group=32))),
+    "blocks of 32": (9, BF16, meta_segments(5120, (1280, 512), (512, 512, 64), InputFormat(True, group=32))),
     "blocks of 32, one token": (1, BF16, meta_segments(1280, (32768, 4096), (), InputFormat(True, group=32))),
     "blocks of 32, unrounded input": (300, BF16, meta_segments(4096, (8192,), (), InputFormat(group=32))),
     "many rows": (20, BF16, meta_segments(1024, (32768, 8192), read=ROUNDED)),
