@@ -27,9 +27,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8_hopper import fp8_scales, to_fp8
 from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared, reinterpret
+from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
 from deepseek_attn.kernels.linear.linear_hopper_products import QuantizedOutput, TilePart, finish
 from deepseek_attn.kernels.linear.linear_hopper_weights import load_weight, num_jobs, pick, pick_constant, rows_of
-from deepseek_attn.kernels.linear.plan import WeightTiles
+from deepseek_attn.kernels.linear.problem import LinearDecodeTiles, WeightTiles
 
 _BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -43,28 +44,27 @@ class DecodeTiling:
     """Constants of a launch.
 
     Attributes:
-        K: channels of the input; TOKENS: of the tile, 8 or 16; ROWS: weight rows of a tile, 64 or 128.
-        SPLIT_BLOCKS: blocks of 128 channels of a job.
-        INPUT_BLOCKS: blocks that the memory of its input holds, the next power of two.
-        STAGES: stages of the ring.
-        STAGE_BLOCKS: blocks of a stage; a divisor of a job's number of blocks.
-        STAGES_AT_ONCE: stages that are multiplied together.
+        K: channels of the input.
+        CONFIG: `LinearDecodeTiles`; TILES: tiles of the weights.
         QUANTIZED: the input is FP8 with scales; otherwise each program quantises its own input, of up to 8 tokens.
-        TILES: tiles of the weights.
         POW2: scales of FP8 values are powers of two.
     """
 
     K: int
-    TOKENS: int
-    ROWS: int
-    SPLIT_BLOCKS: int
-    INPUT_BLOCKS: int
-    STAGES: int
-    STAGE_BLOCKS: int
-    STAGES_AT_ONCE: int
-    QUANTIZED: bool
+    CONFIG: LinearDecodeTiles
     TILES: WeightTiles
+    QUANTIZED: bool
     POW2: bool
+
+    @property
+    def SPLIT_BLOCKS(self) -> int:
+        """Blocks of 128 channels of a job, a multiple of a stage's."""
+        return cdiv(self.K // 128, self.TILES.SPLITS)
+
+    @property
+    def INPUT_BLOCKS(self) -> int:
+        """Blocks that the memory of a job's input holds."""
+        return next_power_of_2(self.SPLIT_BLOCKS)
 
 
 class DecodeInput(NamedTuple):
@@ -92,21 +92,21 @@ def _load_weights(jobs, descs, buffers, TILING: gl.constexpr):
     """Streams the weights of all jobs of this program; runs on one warp."""
     TILES: gl.constexpr = TILING.TILES
     SPLITS: gl.constexpr = TILES.SPLITS
-    STAGES: gl.constexpr = TILING.STAGES
-    COUNT: gl.constexpr = TILING.STAGE_BLOCKS
+    STAGES: gl.constexpr = TILING.CONFIG.stages
+    COUNT: gl.constexpr = TILING.CONFIG.stage_blocks
     BLOCKS: gl.constexpr = TILING.K // 128
     job = gl.program_id(0)
     n = job * 0
     for _i in range(num_jobs(job, jobs)):
         tile = job // SPLITS
         first = job % SPLITS * TILING.SPLIT_BLOCKS
-        row, _last, _group = rows_of(tile, TILES, TILING.ROWS)
+        row, _last, _group = rows_of(tile, TILES, TILING.CONFIG.rows)
         for block in range(first, gl.minimum(first + TILING.SPLIT_BLOCKS, BLOCKS), COUNT):
             stage = n % STAGES
             full = buffers.full.index(stage)
             # until the warpgroup has multiplied the blocks that were in this stage
             mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
-            mbarrier.expect(full, COUNT * TILING.ROWS * 128)
+            mbarrier.expect(full, COUNT * TILING.CONFIG.rows * 128)
             for i in gl.static_range(COUNT):
                 w = buffers.weight.index(stage * COUNT + i)
                 load_weight(descs, tile, row, block + i, full, w, TILES, True, gl.float8e4nv)
@@ -117,7 +117,7 @@ def _load_weights(jobs, descs, buffers, TILING: gl.constexpr):
 @gluon.jit
 def _copy_input(first, end, group, scale_row, M, x, buffers, TILING: gl.constexpr):
     """Copies the quantised input of blocks ``first`` to ``end`` to shared memory, and the scales of their products."""
-    TOKENS: gl.constexpr = TILING.TOKENS
+    TOKENS: gl.constexpr = TILING.CONFIG.tokens
     BLOCKS: gl.constexpr = TILING.K // 128
     ROWS: gl.constexpr = TILING.INPUT_BLOCKS * TOKENS
     row = gl.arange(0, ROWS, layout=_SCALES)
@@ -141,7 +141,7 @@ def _copy_input(first, end, group, scale_row, M, x, buffers, TILING: gl.constexp
 def _quantize_input(first, end, scale_row, M, x, buffers, TILING: gl.constexpr):
     """`_copy_input` of an input that is quantised here: a row is one token's block."""
     POW2: gl.constexpr = TILING.POW2
-    TOKENS: gl.constexpr = TILING.TOKENS
+    TOKENS: gl.constexpr = TILING.CONFIG.tokens
     ROWS: gl.constexpr = TILING.INPUT_BLOCKS * TOKENS
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _ROWS))
     lane = gl.arange(0, 128, layout=gl.SliceLayout(0, _ROWS))
@@ -159,11 +159,11 @@ def _quantize_input(first, end, scale_row, M, x, buffers, TILING: gl.constexpr):
 @gluon.jit
 def _add_stages(acc, n, i, buffers, TILING: gl.constexpr, AT_ONCE: gl.constexpr):
     """``acc`` and the products of some stages from ``n`` on, the first of which has block ``i`` of a job."""
-    STAGES: gl.constexpr = TILING.STAGES
-    COUNT: gl.constexpr = TILING.STAGE_BLOCKS
-    PARTS: gl.constexpr = TILING.ROWS // 64
+    STAGES: gl.constexpr = TILING.CONFIG.stages
+    COUNT: gl.constexpr = TILING.CONFIG.stage_blocks
+    PARTS: gl.constexpr = TILING.CONFIG.rows // 64
     MMA: gl.constexpr = acc[0].type.layout
-    TOKENS: gl.constexpr = TILING.TOKENS
+    TOKENS: gl.constexpr = TILING.CONFIG.tokens
     zeros = gl.zeros([64, TOKENS], gl.float32, layout=MMA)
     # until the weights of these stages are in shared memory
     for j in gl.static_range(AT_ONCE):
@@ -196,13 +196,13 @@ def _add_stages(acc, n, i, buffers, TILING: gl.constexpr, AT_ONCE: gl.constexpr)
 def _multiply_all(jobs, M, x, scales, outs, quantized_output, memory, buffers, TILING: gl.constexpr):
     """The tiles and splits of this program; runs on a warpgroup."""
     BLOCKS: gl.constexpr = TILING.K // 128
-    AT_ONCE: gl.constexpr = TILING.STAGES_AT_ONCE
-    PARTS: gl.constexpr = TILING.ROWS // 64
+    AT_ONCE: gl.constexpr = TILING.CONFIG.stages_at_once
+    PARTS: gl.constexpr = TILING.CONFIG.rows // 64
     TILES: gl.constexpr = TILING.TILES
     FIRSTS: gl.constexpr = TILES.FIRSTS
     SIZES: gl.constexpr = TILES.SIZES
     SPLITS: gl.constexpr = TILES.SPLITS
-    TOKENS: gl.constexpr = TILING.TOKENS
+    TOKENS: gl.constexpr = TILING.CONFIG.tokens
     POW2: gl.constexpr = TILING.POW2
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     job = gl.program_id(0)
@@ -212,7 +212,7 @@ def _multiply_all(jobs, M, x, scales, outs, quantized_output, memory, buffers, T
         split = job % SPLITS
         first = split * TILING.SPLIT_BLOCKS
         end = gl.minimum(first + TILING.SPLIT_BLOCKS, BLOCKS)
-        start, last_row, group = rows_of(tile, TILES, TILING.ROWS)
+        start, last_row, group = rows_of(tile, TILES, TILING.CONFIG.rows)
         scale_row = pick(scales, FIRSTS, tile) + start // 128 * BLOCKS
         if TILING.QUANTIZED:
             _copy_input(first, end, group, scale_row, M, x, buffers, TILING)
@@ -224,12 +224,12 @@ def _multiply_all(jobs, M, x, scales, outs, quantized_output, memory, buffers, T
         for _part in gl.static_range(PARTS):
             acc += (gl.zeros([64, TOKENS], gl.float32, layout=MMA),)
         # batches of AT_ONCE stages, then the stages that are left one by one
-        stages = (end - first) // TILING.STAGE_BLOCKS
+        stages = (end - first) // TILING.CONFIG.stage_blocks
         whole = stages // AT_ONCE * AT_ONCE
         for i in range(0, whole, AT_ONCE):
-            acc = _add_stages(acc, n + i, i * TILING.STAGE_BLOCKS, buffers, TILING, AT_ONCE)
+            acc = _add_stages(acc, n + i, i * TILING.CONFIG.stage_blocks, buffers, TILING, AT_ONCE)
         for i in range(whole, stages):
-            acc = _add_stages(acc, n + i, i * TILING.STAGE_BLOCKS, buffers, TILING, 1)
+            acc = _add_stages(acc, n + i, i * TILING.CONFIG.stage_blocks, buffers, TILING, 1)
         n += stages
         part = TilePart(start, last_row, 0, M, tile, split)
         out = pick(outs, FIRSTS, tile)
@@ -260,13 +260,13 @@ def linear_decode_hopper_kernel(
         TILING: `DecodeTiling`.
     """
     gdc_launch_dependents()  # the next kernel may start to read its weights
-    STAGES: gl.constexpr = TILING.STAGES
-    ROWS: gl.constexpr = TILING.ROWS
-    TOKENS: gl.constexpr = TILING.TOKENS
+    STAGES: gl.constexpr = TILING.CONFIG.stages
+    ROWS: gl.constexpr = TILING.CONFIG.rows
+    TOKENS: gl.constexpr = TILING.CONFIG.tokens
     INPUT_BLOCKS: gl.constexpr = TILING.INPUT_BLOCKS
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * TILING.STAGE_BLOCKS, ROWS, 128], _BYTES)
+    w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * TILING.CONFIG.stage_blocks, ROWS, 128], _BYTES)
     x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [INPUT_BLOCKS, TOKENS, 128], _BYTES)
     scale_buffer = gl.allocate_shared_memory(gl.float32, [INPUT_BLOCKS, TOKENS], _FLAT)
     for i in gl.static_range(STAGES):

@@ -63,9 +63,9 @@ def _load(
 ):  # fmt: skip
     """Loads the blocks of this program's jobs of one kind; returns (job, n, prefetched) for the next kind."""
     DTYPE: gl.constexpr = TILING.DTYPE
-    ROWS: gl.constexpr = TILING.ROWS
-    TOKENS: gl.constexpr = TILING.TOKENS
-    STAGES: gl.constexpr = TILING.STAGES
+    ROWS: gl.constexpr = TILING.CONFIG.rows
+    TOKENS: gl.constexpr = TILING.CONFIG.tokens
+    STAGES: gl.constexpr = TILING.CONFIG.stages
     SPLITS: gl.constexpr = TILES.SPLITS
     GROUPS: gl.constexpr = TILING.GROUPS
     BLOCKS: gl.constexpr = TILING.K // 128 if FP8 else (TILING.K + 63) // 64
@@ -110,11 +110,11 @@ def _load_all(jobs, M, inputs, fp8_descs, plain_descs, group_stride, buffers, TI
     """Loads the blocks of all jobs of this program in order; runs on one warp."""
     FP8: gl.constexpr = TILING.FP8
     PLAIN: gl.constexpr = TILING.PLAIN
-    m_tiles = (M + TILING.TOKENS - 1) // TILING.TOKENS
+    m_tiles = (M + TILING.CONFIG.tokens - 1) // TILING.CONFIG.tokens
     fp8_jobs = m_tiles * FP8.TILES * FP8.SPLITS
     job = gl.program_id(0)
     n = job * 0
-    prefetched = n + TILING.STAGES  # blocks of weights that are loaded before the previous kernel has ended
+    prefetched = n + TILING.CONFIG.stages  # blocks of weights that are loaded before the previous kernel has ended
     if FP8.TILES > 0:
         job, n, prefetched = _load(
             job, fp8_jobs, 0, n, prefetched, m_tiles, inputs, fp8_descs, group_stride, buffers, TILING, FP8, True
@@ -144,9 +144,9 @@ def _multiply_all(
 ):  # fmt: skip
     """The part of each tile of this program that belongs to ``WARPGROUP``: some of its rows, or some of its tokens."""
     K: gl.constexpr = TILING.K
-    ROWS: gl.constexpr = TILING.ROWS
-    TOKENS: gl.constexpr = TILING.TOKENS
-    WARPGROUPS: gl.constexpr = TILING.WARPGROUPS
+    ROWS: gl.constexpr = TILING.CONFIG.rows
+    TOKENS: gl.constexpr = TILING.CONFIG.tokens
+    WARPGROUPS: gl.constexpr = TILING.CONFIG.warpgroups
     POW2: gl.constexpr = TILING.POW2
     ROW: gl.constexpr = WARPGROUP * TILING.ROW_STEP
     TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
@@ -243,10 +243,10 @@ def linear_hopper_kernel(
         TILING: `LinearHopperTiling`.
     """
     gdc_launch_dependents()  # the next kernel may start to read its weights
-    STAGES: gl.constexpr = TILING.STAGES
-    WARPGROUPS: gl.constexpr = TILING.WARPGROUPS
-    ROWS: gl.constexpr = TILING.ROWS
-    TOKENS: gl.constexpr = TILING.TOKENS
+    STAGES: gl.constexpr = TILING.CONFIG.stages
+    WARPGROUPS: gl.constexpr = TILING.CONFIG.warpgroups
+    ROWS: gl.constexpr = TILING.CONFIG.rows
+    TOKENS: gl.constexpr = TILING.CONFIG.tokens
     SCALES: gl.constexpr = TILING.SCALES
     GROUPS: gl.constexpr = TILING.GROUPS
     REGISTERS: gl.constexpr = TILING.REGISTERS

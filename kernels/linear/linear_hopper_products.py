@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from deepseek_attn.kernels.common.fp8_hopper import fp8_scales, to_fp8
 from deepseek_attn.kernels.common.gluon import barrier, reinterpret
 from deepseek_attn.kernels.linear.linear_hopper_weights import PLAIN_LAYOUT
-from deepseek_attn.kernels.linear.plan import WeightTiles
+from deepseek_attn.kernels.linear.problem import LinearHopperTiles, WeightTiles
 
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -23,12 +23,7 @@ class LinearHopperTiling:
 
     Attributes:
         K: channels of the input.
-        ROWS, TOKENS: weight rows and tokens of a tile.
-        PART_ROWS, PART_TOKENS: weight rows and tokens of the part that a warpgroup multiplies.
-        ROW_STEP, TOKEN_STEP: rows or tokens from one warpgroup's part to the next.
-        WARPGROUPS: warpgroups that multiply a tile, one or two.
-        STAGES: blocks of 128 bytes of channels in flight.
-        SCALES: input scales of a group of channels in a stage; TMA writes at multiples of 128 bytes.
+        CONFIG: `LinearHopperTiles`.
         GROUPS: groups of channels with scales in a block of 128, one or four; a weight's rows are grouped alike.
         FP8, PLAIN: tiles of the weights of either kind.
         DTYPE: of plain weights and their input.
@@ -37,21 +32,28 @@ class LinearHopperTiling:
     """
 
     K: int
-    ROWS: int
-    TOKENS: int
-    PART_ROWS: int
-    PART_TOKENS: int
-    ROW_STEP: int
-    TOKEN_STEP: int
-    WARPGROUPS: int
-    STAGES: int
-    SCALES: int
+    CONFIG: LinearHopperTiles
     GROUPS: int
     FP8: WeightTiles
     PLAIN: WeightTiles
     DTYPE: gl.dtype
     POW2: bool
     REGISTERS: int
+
+    @property
+    def SCALES(self) -> int:
+        """Input scales of a group of channels in a stage; TMA writes at multiples of 128 bytes."""
+        return max(self.CONFIG.tokens, 32)
+
+    @property
+    def ROW_STEP(self) -> int:
+        """Rows from one warpgroup's part to the next; 0 if both have all rows."""
+        return self.CONFIG.warpgroup_rows % self.CONFIG.rows
+
+    @property
+    def TOKEN_STEP(self) -> int:
+        """Tokens from one warpgroup's part to the next; 0 if both have all tokens."""
+        return self.CONFIG.warpgroup_tokens % self.CONFIG.tokens
 
 
 class LinearBuffers(NamedTuple):
@@ -107,7 +109,9 @@ class QuantizedOutput(NamedTuple):
 @gluon.jit
 def _await(buffers, n, TILING: gl.constexpr):
     """Waits until block ``n`` is in shared memory: barrier phases alternate from one use of a stage to the next."""
-    mbarrier.wait(buffers.full.index(n % TILING.STAGES), n // TILING.STAGES & 1)  # for the bytes that TMA writes
+    mbarrier.wait(
+        buffers.full.index(n % TILING.CONFIG.stages), n // TILING.CONFIG.stages & 1
+    )  # for the bytes that TMA writes
 
 
 @gluon.jit
@@ -115,9 +119,9 @@ def _start(buffers, n, WARPGROUP: gl.constexpr, TILING: gl.constexpr, HALF: gl.c
     """Starts the product of 64 rows of block ``n``, into a fresh accumulator."""
     ROW: gl.constexpr = WARPGROUP * TILING.ROW_STEP + 64 * HALF
     TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
-    TOKENS: gl.constexpr = TILING.PART_TOKENS
-    x = buffers.x.index(n % TILING.STAGES).slice(TOKEN, TOKENS).permute((1, 0))
-    w = buffers.weight.index(n % TILING.STAGES).slice(ROW, 64)
+    TOKENS: gl.constexpr = TILING.CONFIG.warpgroup_tokens
+    x = buffers.x.index(n % TILING.CONFIG.stages).slice(TOKEN, TOKENS).permute((1, 0))
+    w = buffers.weight.index(n % TILING.CONFIG.stages).slice(ROW, 64)
     return warpgroup_mma(w, x, zeros, use_acc=False, is_async=True)
 
 
@@ -126,15 +130,15 @@ def _token_scales(buffers, n, group, LAYOUT: gl.constexpr, WARPGROUP: gl.constex
     """The tokens' scales of a group of channels of block ``n``."""
     SCALES: gl.constexpr = TILING.SCALES
     TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
-    scales = buffers.scales.index(n % TILING.STAGES * TILING.GROUPS + group)
-    return reinterpret(scales, gl.float32, [SCALES], _FLAT).slice(TOKEN, TILING.PART_TOKENS).load(LAYOUT)
+    scales = buffers.scales.index(n % TILING.CONFIG.stages * TILING.GROUPS + group)
+    return reinterpret(scales, gl.float32, [SCALES], _FLAT).slice(TOKEN, TILING.CONFIG.warpgroup_tokens).load(LAYOUT)
 
 
 @gluon.jit
 def _release(buffers, n, TILING: gl.constexpr):
     """Gives the stage of block ``n`` back to the warp that loads."""
     barrier()  # all four warps have multiplied
-    mbarrier.arrive(buffers.empty.index(n % TILING.STAGES))
+    mbarrier.arrive(buffers.empty.index(n % TILING.CONFIG.stages))
 
 
 @gluon.jit
@@ -144,12 +148,12 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
     Products come in pairs (two blocks, or two halves): the second runs while the first is added. ptxas overlaps them
     only within an iteration of the loop; across iterations it would wait for each product separately.
     """
-    TOKENS: gl.constexpr = TILING.PART_TOKENS
+    TOKENS: gl.constexpr = TILING.CONFIG.warpgroup_tokens
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
     zeros = gl.zeros([64, TOKENS], gl.float32, layout=MMA)
     acc = zeros
-    if TILING.PART_ROWS == 64:
+    if TILING.CONFIG.warpgroup_rows == 64:
         for block in range(first, end - 1, 2):
             scale = gl.load(scale_row + block)
             next_scale = gl.load(scale_row + block + 1)
@@ -162,7 +166,7 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
             b = warpgroup_mma_wait(0, deps=[b])
             acc += b * (_token_scales(buffers, n + 1, 0, COLUMN, WARPGROUP, TILING) * next_scale)[None, :]
             _release(buffers, n, TILING)
-            mbarrier.arrive(buffers.empty.index((n + 1) % TILING.STAGES))  # the barrier above holds for both
+            mbarrier.arrive(buffers.empty.index((n + 1) % TILING.CONFIG.stages))  # the barrier above holds for both
             n += 2
         if (end - first) % 2 == 1:
             scale = gl.load(scale_row + end - 1)
@@ -195,12 +199,12 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
 @gluon.jit
 def _start_group(buffers, n, step, WARPGROUP: gl.constexpr, TILING: gl.constexpr, zeros):
     """Starts a product of 64 rows and 32 channels of block ``n``: all rows of a group of channels come first."""
-    PARTS: gl.constexpr = TILING.PART_ROWS // 64
+    PARTS: gl.constexpr = TILING.CONFIG.warpgroup_rows // 64
     ROW: gl.constexpr = WARPGROUP * TILING.ROW_STEP + step % PARTS * 64
     TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
     CHANNEL: gl.constexpr = step // PARTS * 32
-    x = buffers.x.index(n % TILING.STAGES).slice(TOKEN, TILING.PART_TOKENS).slice(CHANNEL, 32, dim=1)
-    w = buffers.weight.index(n % TILING.STAGES).slice(ROW, 64).slice(CHANNEL, 32, dim=1)
+    x = buffers.x.index(n % TILING.CONFIG.stages).slice(TOKEN, TILING.CONFIG.warpgroup_tokens).slice(CHANNEL, 32, dim=1)
+    w = buffers.weight.index(n % TILING.CONFIG.stages).slice(ROW, 64).slice(CHANNEL, 32, dim=1)
     return warpgroup_mma(w, x.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -210,9 +214,9 @@ def sum_of_groups(buffers, n, first, end, scale_ptr, row, WARPGROUP: gl.constexp
 
     While a product is added, the next ones run: of few tokens the whole block, so that it is waited for once.
     """
-    TOKENS: gl.constexpr = TILING.PART_TOKENS
+    TOKENS: gl.constexpr = TILING.CONFIG.warpgroup_tokens
     GROUPS: gl.constexpr = TILING.GROUPS
-    PARTS: gl.constexpr = TILING.PART_ROWS // 64
+    PARTS: gl.constexpr = TILING.CONFIG.warpgroup_rows // 64
     STEPS: gl.constexpr = GROUPS * PARTS
     PART: gl.constexpr = 2 * TILING.K // 32  # scales from a part of the rows to the next
     AHEAD: gl.constexpr = 4 if TOKENS <= 32 else 2  # products under way at once
@@ -265,21 +269,21 @@ def sum_of_groups(buffers, n, first, end, scale_ptr, row, WARPGROUP: gl.constexp
 def sum_plain(buffers, n, first, end, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """Sum of the products of plain blocks ``first`` to ``end``: a tuple of accumulators of 64 rows."""
     DTYPE: gl.constexpr = TILING.DTYPE
-    PART_TOKENS: gl.constexpr = TILING.PART_TOKENS
+    PART_TOKENS: gl.constexpr = TILING.CONFIG.warpgroup_tokens
     ROW: gl.constexpr = WARPGROUP * TILING.ROW_STEP
     TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_TOKENS, 16])
     ROWS: gl.constexpr = buffers.weight.shape[1]
     TOKENS: gl.constexpr = buffers.x.shape[1]
-    PARTS: gl.constexpr = TILING.PART_ROWS // 64
+    PARTS: gl.constexpr = TILING.CONFIG.warpgroup_rows // 64
     acc = ()
     for _i in gl.static_range(PARTS):
         acc += (gl.zeros([64, PART_TOKENS], gl.float32, layout=MMA),)
     # a product adds to the one before; the tensor cores have ended with a stage before it is given back
     for _block in range(first, end):
         _await(buffers, n, TILING)
-        x = reinterpret(buffers.x.index(n % TILING.STAGES), DTYPE, [TOKENS, 64], PLAIN_LAYOUT)
-        w = reinterpret(buffers.weight.index(n % TILING.STAGES), DTYPE, [ROWS, 64], PLAIN_LAYOUT)
+        x = reinterpret(buffers.x.index(n % TILING.CONFIG.stages), DTYPE, [TOKENS, 64], PLAIN_LAYOUT)
+        w = reinterpret(buffers.weight.index(n % TILING.CONFIG.stages), DTYPE, [ROWS, 64], PLAIN_LAYOUT)
         new = ()
         for i in gl.static_range(PARTS):
             rows = w.slice(ROW + 64 * i, 64)

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8_triton import decode_e4m3, quantize_groups
-from deepseek_attn.kernels.linear.plan import WeightTiles
+from deepseek_attn.kernels.linear.problem import LinearTiles, WeightTiles
 
 
 class LinearInputs(NamedTuple):
@@ -59,7 +59,6 @@ class WeightFormat:
     """
 
     TILES: WeightTiles
-    ROWS: int
     CHANNELS: int
     FP8: bool
     INPUT: str
@@ -73,16 +72,13 @@ class LinearConstants:
     """Constants of a launch.
 
     Attributes:
-        K: channels of the input, of a group; TOKENS: of a tile.
-        STAGES: blocks of channels in flight; EARLY: weight blocks read before the input is complete.
+        K: channels of the input, of a group; CONFIG: `LinearTiles`.
         POW2: scales of inputs that programs quantise are powers of two.
         NATIVE_FP8, PDL: as in `GPU`.
     """
 
     K: int
-    TOKENS: int
-    STAGES: int
-    EARLY: int
+    CONFIG: LinearTiles
     POW2: bool
     NATIVE_FP8: bool
     PDL: bool
@@ -203,8 +199,8 @@ def _program(
 ):  # fmt: skip
     """Split ``job % SPLITS`` of tile ``job // SPLITS`` of the weights of one kind."""
     K: tl.constexpr = CONSTANTS.K
-    BLOCK_M: tl.constexpr = CONSTANTS.TOKENS
-    BLOCK_N: tl.constexpr = FORMAT.ROWS
+    BLOCK_M: tl.constexpr = CONSTANTS.CONFIG.tokens
+    BLOCK_N: tl.constexpr = CONSTANTS.CONFIG.rows
     BLOCK_K: tl.constexpr = FORMAT.CHANNELS
     TILES: tl.constexpr = FORMAT.TILES
     SIZES: tl.constexpr = TILES.SIZES
@@ -244,7 +240,7 @@ def _program(
     lane = tl.arange(0, BLOCK_K)
     first = split * SPLIT_BLOCKS
     prefetched = ()
-    EARLY: tl.constexpr = CONSTANTS.EARLY
+    EARLY: tl.constexpr = CONSTANTS.CONFIG.prefetched_blocks
     PREFETCHED: tl.constexpr = EARLY if EARLY < SPLIT_BLOCKS else SPLIT_BLOCKS
     if CONSTANTS.PDL:
         # weights depend on no kernel: the first are loaded while the kernel before this one still runs
@@ -263,7 +259,9 @@ def _program(
                 )
         first += PREFETCHED
     # the later blocks, STAGES of them in flight
-    for block in tl.range(first, tl.minimum(split * SPLIT_BLOCKS + SPLIT_BLOCKS, BLOCKS), num_stages=CONSTANTS.STAGES):
+    for block in tl.range(
+        first, tl.minimum(split * SPLIT_BLOCKS + SPLIT_BLOCKS, BLOCKS), num_stages=CONSTANTS.CONFIG.stages
+    ):
         w = _rows(weight_row, block * BLOCK_K + lane, K, K % BLOCK_K == 0)
         acc = _add_block(acc, w, block, lane, row, token, start, inputs, scale_ptr, CONSTANTS, FORMAT)
     tile_number = tile * m_tiles + m_tile
@@ -295,7 +293,7 @@ def multi_linear_kernel(
     """
     if CONSTANTS.PDL:
         gdc_launch_dependents()  # the next kernel may start to read its weights
-    m_tiles = tl.cdiv(M, CONSTANTS.TOKENS)
+    m_tiles = tl.cdiv(M, CONSTANTS.CONFIG.tokens)
     m_tile = tl.program_id(0) % m_tiles
     job = tl.program_id(0) // m_tiles
     TILES: tl.constexpr = FP8.TILES.TILES

@@ -404,9 +404,10 @@ def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
     products, left = [], []
     for run in adjacent_runs(problem):
         joined = problem.weights[run[0]]._replace(rows=sum(problem.weights[i].rows for i in run), follows=False)
-        choice = LIBRARY.choose(replace(problem, weights=(joined,)), gpu)
+        alone = replace(problem, weights=(joined,))
+        choice = LIBRARY.choose(alone, gpu)
         if choice.kernel == "cuBLAS":
-            products.append(ProductPlan(choice, run, quantized=problem.quantized))
+            products.append(ProductPlan(choice, run, quantized=problem.quantized and bool(alone.read_once)))
         else:
             left += run
     products += [_product(problem, places, gpu) for places in _launches(problem, left, gpu)]

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from deepseek_attn.kernels.common.fp8_triton import quantize_pairs, round_pairs
 from deepseek_attn.kernels.common.row_ops_triton import pdl_begin, rotated_back
+from deepseek_attn.kernels.linear.problem import QuantizeTiles
 
 
 @triton.jit
@@ -65,38 +66,37 @@ class QuantizeConstants:
 
     Attributes:
         K: channels of a row; GROUP_K: of a group of the output.
-        QUANTIZE: the output is FP8 under a scale per ``GROUP`` channels; POW2: a power of two.
-        ROUND: it is FP8 values times these scales.
+        GROUP: channels that share a scale; 0 if the output is rotated only. POW2: scales are powers of two.
         ROPE_DIM: rotated channels of a head, 0 for no rotation; HEAD_DIM: channels of a head.
-        ROWS, CHANNELS: of a program's tile.
+        TILES: `QuantizeTiles`.
         NATIVE_FP8, PDL: as in `GPU`.
     """
 
     K: int
     GROUP_K: int
-    QUANTIZE: bool
-    ROUND: bool
     GROUP: int
     POW2: bool
     ROPE_DIM: int
     HEAD_DIM: int
-    ROWS: int
-    CHANNELS: int
+    TILES: QuantizeTiles
     NATIVE_FP8: bool
     PDL: bool
 
 
 @triton.jit(do_not_specialize=["M"])
 def quantize_input_kernel(rows, M, CONSTANTS: tl.constexpr):
-    """A tile of ``M`` rows (`QuantizeInputs`), rotated back if ``ROPE_DIM``, quantised if ``QUANTIZE``, or rounded."""
+    """A tile of ``M`` rows (`QuantizeInputs`), rotated back if ``ROPE_DIM``.
+
+    With ``rows.scale`` quantised to FP8; without, rounded to FP8 values times their scales, unless ``GROUP`` is 0.
+    """
     K: tl.constexpr = CONSTANTS.K
     GROUP_K: tl.constexpr = CONSTANTS.GROUP_K
     GROUP: tl.constexpr = CONSTANTS.GROUP
     POW2: tl.constexpr = CONSTANTS.POW2
     ROPE_DIM: tl.constexpr = CONSTANTS.ROPE_DIM
     HEAD_DIM: tl.constexpr = CONSTANTS.HEAD_DIM
-    BLOCK_M: tl.constexpr = CONSTANTS.ROWS
-    PAIRS: tl.constexpr = CONSTANTS.CHANNELS // 2
+    BLOCK_M: tl.constexpr = CONSTANTS.TILES.rows
+    PAIRS: tl.constexpr = CONSTANTS.TILES.channels // 2
     DTYPE: tl.constexpr = rows.x.dtype.element_ty
     WORD: tl.constexpr = tl.int64 if DTYPE == tl.float32 else tl.int32  # noqa: SIM300
     OUT: tl.constexpr = rows.out.dtype.element_ty
@@ -121,15 +121,15 @@ def quantize_input_kernel(rows, M, CONSTANTS: tl.constexpr):
     # where the pairs of this tile go, in words: a group of the output is far from the next
     group_word = (pair // (GROUP_K // 2)).to(tl.int64)[None, :] * (rows.out_group_stride // 2)
     out_word = group_word + token[:, None] * (rows.out_stride // 2) + (pair % (GROUP_K // 2))[None, :]
-    if CONSTANTS.QUANTIZE:
+    if rows.scale is not None:
         # two bytes are a word; scales are stored in rows of groups, as cuBLAS reads them
-        GROUPS: tl.constexpr = CONSTANTS.CHANNELS // GROUP
+        GROUPS: tl.constexpr = CONSTANTS.TILES.channels // GROUP
         codes, scale = quantize_pairs(first, second, POW2, CONSTANTS.NATIVE_FP8, GROUP // 2)
         tl.store(rows.out.to(tl.pointer_type(tl.int16)) + out_word, codes, mask=inside)
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
         target = rows.scale + group[None, :].to(tl.int64) * rows.scale_stride + token[:, None]
         tl.store(target, scale, mask=(row < M)[:, None] & (group < K // GROUP)[None, :])
     else:
-        if CONSTANTS.ROUND:
+        if GROUP > 0:
             first, second = round_pairs(first, second, GROUP, POW2, CONSTANTS.NATIVE_FP8)
         tl.store(rows.out.to(tl.pointer_type(OUT_WORD)) + out_word, _word(first, second, OUT), mask=inside)
