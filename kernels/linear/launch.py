@@ -16,13 +16,13 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import INTS, check, check_quantized, contiguous_rows
 from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import Choice, cdiv, launch_options
+from deepseek_attn.kernels.common.plans import Choice, RowsProblem, cdiv, launch_options
 from deepseek_attn.kernels.common.quant import InputFormat, QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.linear.cublas import by_cublas
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment
 from deepseek_attn.kernels.linear.launch_products import LAUNCHES, Operands
 from deepseek_attn.kernels.linear.plan import QUANTIZERS, plan, quantizes_before
-from deepseek_attn.kernels.linear.problem import LinearPlan, LinearProblem, LinearWeight, QuantizeProblem
+from deepseek_attn.kernels.linear.problem import LinearPlan, LinearProblem, LinearWeight
 from deepseek_attn.kernels.linear.quantize_triton import QuantizeConstants, QuantizeInputs, quantize_input_kernel
 
 
@@ -55,7 +55,7 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
     check("x", x, ("M", "K"), FLOATS)
     if x.shape[1] % FP8_INPUT_GROUP:
         raise ValueError(f"x must have a multiple of {FP8_INPUT_GROUP} channels, got {tuple(x.shape)}")
-    problem = QuantizeProblem(len(x), x.shape[1], batch_invariant())
+    problem = RowsProblem(len(x), x.shape[1], batch_invariant())
     return quantize_rows(QUANTIZERS.plan(problem, gpu(x.device)), contiguous_rows(x), pow2_scales)
 
 

@@ -20,11 +20,11 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
     Row,
+    RowsProblem,
     Table,
     at_least,
     cdiv,
     condition,
-    has,
     next_power_of_2,
     one_kernel,
     planner,
@@ -40,7 +40,6 @@ from deepseek_attn.kernels.linear.problem import (
     LinearTiles,
     LinearWeight,
     ProductPlan,
-    QuantizeProblem,
     QuantizeTiles,
     WeightTiles,
 )
@@ -183,7 +182,7 @@ decode_products = fp8_on_hopper & decodes_fp8
 UP_TO_8, UP_TO_32 = up_to("planned_tokens", 8), up_to("planned_tokens", 32)
 """The time is that of reading the weights."""
 LONG_JOBS = at_least("weight_values", 1 << 26)
-"""Reading FP8 weights of 64 MiB or more takes longer than the next kernel gains by starting early."""
+"""FP8 weights of 64 MiB or more."""
 FEW_CHANNELS = up_to("channels", 1024)
 """V3.2's queries, of 1536, take 1.02 of a layer's time with `linear_triton`."""
 WIDE = at_least("rows", 1 << 15)
@@ -216,11 +215,6 @@ def _ring(problem: LinearProblem, rows: int, splits: int, stage_blocks: int, at_
     tokens = _token_tile(problem, 8, 16)
     stages = min(12, (215 - tokens // 8 * next_power_of_2(cdiv(problem.blocks, splits))) // 16)
     return LinearDecodeTiles(rows, splits, stages, stage_blocks, at_once, tokens)
-
-
-def whole_ring(problem: LinearProblem, gpu: GPU) -> LinearDecodeTiles:
-    """Uses all shared memory: prefetching more of a long job saves more time than starting the next kernel early."""
-    return _ring(problem, 128, 1, 1, 4 if problem.blocks <= 16 and problem.planned_tokens <= 8 else 2)
 
 
 def half_ring(problem: LinearProblem, gpu: GPU) -> LinearDecodeTiles:
@@ -353,8 +347,7 @@ PRODUCTS: Table[LinearProblem] = Table(
     "linear.products",
     {DECODE: decode_products, HOPPER: hopper_products, TRITON: ANY},
     [
-        Row(streams_weights & fills_gpu & LONG_JOBS, DECODE, whole_ring, DECODE_DATA),
-        Row(streams_weights & fills_gpu & FEW_CHANNELS, DECODE, half_ring, DECODE_DATA),
+        Row(streams_weights & fills_gpu & (LONG_JOBS | FEW_CHANNELS), DECODE, half_ring, DECODE_DATA),
         Row(streams_weights & ~fills_gpu & fills_gpu_with_halves, DECODE, ring_of_half_tiles, DECODE_DATA),
         Row(streams_weights & ~fills_gpu & ~fills_gpu_with_halves, DECODE, half_ring, DECODE_DATA),
         Row(quantizes_output, HOPPER, tiles_of_scaled_output, LAYERS),
@@ -369,7 +362,7 @@ PRODUCTS: Table[LinearProblem] = Table(
 )
 
 
-def quantizer_tiles(rows: int, channels: int, warps: int) -> Callable[[QuantizeProblem, GPU], QuantizeTiles]:
+def quantizer_tiles(rows: int, channels: int, warps: int) -> Callable[[RowsProblem, GPU], QuantizeTiles]:
     """Tiles of at most ``channels`` channels."""
     return lambda problem, gpu: QuantizeTiles(rows, min(channels, max(128, next_power_of_2(problem.channels))), warps)
 
@@ -380,7 +373,6 @@ QUANTIZERS = one_kernel(
     "linear.quantize_input",
     "quantize_input_kernel",
     (up_to("planned_rows", 64), quantizer_tiles(2, 256, 4), QUANTIZED_DATA),
-    (has("rotated"), quantizer_tiles(4, 512, 2), "h200_tune_v4_pro.json: linear.quantize_input"),
     (ANY, quantizer_tiles(8, 512, 4), QUANTIZED_DATA),
 )
 
@@ -398,8 +390,7 @@ def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
     input_plan = None
     if quantizes or rounds or problem.rotated:
         channels = problem.groups * problem.channels
-        rows = QuantizeProblem(problem.tokens, channels, problem.batch_invariant, problem.rotated)
-        input_plan = QUANTIZERS.choose(rows, gpu)
+        input_plan = QUANTIZERS.choose(RowsProblem(problem.tokens, channels, problem.batch_invariant), gpu)
     problem = replace(problem, rotated=False, quantized=problem.quantized or quantizes, rounded=rounds)
     products, left = [], []
     for run in adjacent_runs(problem):

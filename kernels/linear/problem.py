@@ -9,7 +9,7 @@ import torch
 
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import MANY_ROWS
-from deepseek_attn.kernels.common.plans import Choice, RowsProblem, cdiv
+from deepseek_attn.kernels.common.plans import Choice, cdiv
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
 
@@ -172,13 +172,6 @@ class LinearDecodeTiles(NamedTuple):
     stages_at_once: int = 2
     tokens: int = 8
     plain_splits = warpgroups = 1
-
-
-@dataclass(frozen=True)
-class QuantizeProblem(RowsProblem):
-    """Rows that are quantised or rounded, rotated back, or both: ``rotated``."""
-
-    rotated: bool = False
 
 
 class QuantizeTiles(NamedTuple):

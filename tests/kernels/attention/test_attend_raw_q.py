@@ -146,10 +146,10 @@ def test_what_is_chosen(gpu, H, K):
 def test_roundings_are_those_of_the_parts(gpu, at):
     """But for what a compiler adds in one instruction here and in two there; without the norm, whose sums differ."""
     from deepseek_attn.kernels.attention.launch import sparse_attention_paged
+    from deepseek_attn.kernels.common.plans import RowsProblem
     from deepseek_attn.kernels.insert import query_norm_rope
     from deepseek_attn.kernels.linear.launch import Rope, quantize_rows
     from deepseek_attn.kernels.linear.plan import QUANTIZERS
-    from deepseek_attn.kernels.linear.problem import QuantizeProblem
 
     config = configs()[at]
     skip_unless_it_runs(config)
@@ -159,7 +159,7 @@ def test_roundings_are_those_of_the_parts(gpu, at):
     with forced(config):
         out, _ = sparse_attention_paged(q, pools, scale, sink)
     rows, rope = out.flatten(1), Rope(heads.positions, heads.cos_sin, 512)
-    quantizer = QUANTIZERS.plan(QuantizeProblem(len(rows), rows.shape[1], rotated=True), device.gpu(rows.device))
+    quantizer = QUANTIZERS.plan(RowsProblem(len(rows), rows.shape[1]), device.gpu(rows.device))
     expected = quantize_rows(quantizer, rows, True, 3, rope)
     for got in (op(heads, pools, scale, sink, 3, config), op(heads, pools, scale, sink, 3, config, q)):
         # the portable kernel leaves one split to the second launch as well, and rounds its partials
