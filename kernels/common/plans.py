@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -207,11 +208,10 @@ class Table(Generic[P]):
         Raises:
             ValueError: no kernel supports the problem.
         """
-        forced = _forced.get()
-        if forced is not None and forced.applies(self, problem, gpu):
-            row = forced.row
-        else:
-            row = next((row for row in self.rows if row.when(problem, gpu) and self.supports(row, problem, gpu)), None)
+        forced, rows = _forced.get(), (row for row in self.rows if row.when(problem, gpu))
+        if forced is not None and forced.table is self and forced.problem in (None, problem):
+            rows = chain([forced.row], rows)
+        row = next((row for row in rows if self.supports(row, problem, gpu)), None)
         if row is None:
             raise ValueError(f"{self.name}: no kernel supports {problem} on {gpu}")
         choice = self.chosen(row, problem, gpu)
@@ -261,11 +261,6 @@ class Forced(NamedTuple):
     table: Table
     row: Row
     problem: Any
-
-    def applies(self, table: Table, problem: Any, gpu: GPU) -> bool:
-        """Whether a table takes the row for a problem."""
-        wanted = self.table is table and self.problem in (None, problem)
-        return wanted and table.supports(self.row, problem, gpu)
 
 
 _forced: ContextVar[Forced | None] = ContextVar("forced", default=None)
