@@ -3,8 +3,7 @@
 * Few tokens: `fetch_experts` copies the experts that the tokens chose and the GPU lacks. The device finds them, so that
   CUDA graphs hold all of it. The copies run on a stream of their own: the first product waits for w1 and w3 alone.
   Layers with hash routing begin with the step. The bus would rest from a layer's last copy to the next layer's routing:
-  meanwhile `prefetch_experts` copies experts that the next layer's router chooses for the hidden state that is there;
-  if the next layer lacks none of these, one of the layer after it.
+  meanwhile `prefetch_experts` copies experts that the next layer's router chooses for the hidden state that is there.
 * Many tokens need nearly every expert: all experts that are not cached are copied ahead of the routing, while the
   layers before compute. The host reads once per step which experts are cached and lets the GPU's copy engine do it:
   copies by a kernel are slower (50.5 and 55.3 GB/s, H200), and products start late on multiprocessors that copy.
@@ -27,7 +26,7 @@ from deepseek_attn.kernels.moe import (
     fetch_experts,
     prefetch_experts,
 )
-from deepseek_attn.kernels.moe.types import COPY_PROGRAMS, copied_parts, expert_parts
+from deepseek_attn.kernels.moe.types import copied_parts, expert_parts
 from deepseek_attn.layers.expert_memory import ExpertStats
 from deepseek_attn.models.expert_rows import HOST_AREAS, RowRange, Stacks, divide_rows
 from deepseek_attn.utils.device import run_beside
@@ -64,23 +63,6 @@ class NextLayer(NamedTuple):
     predict: Callable[[Any], Tensor]
     most_pairs: int
 
-    def may_guess(self, pairs: int) -> bool:
-        """Whether experts are copied ahead in a step with this number of pairs of a token and an expert."""
-        layer = self.experts
-        busy = layer.has_all or layer._is_ahead or layer._fetched is not None or layer.known is not None
-        return not busy and 0 < pairs <= self.most_pairs
-
-    def guess(self, hidden: Any, before: HostExperts | None = None) -> None:
-        """Predicts experts and launches their copies; ``before``: see `prefetch_experts`."""
-        layer, early = self.experts, self.experts._guessed
-
-        def prefetch() -> None:
-            predicted = self.predict(hidden).contiguous()
-            prefetch_experts(layer.state, predicted, layer.stream, before, early is not None)
-
-        _, chosen = run_beside(prefetch, layer.state.row.device)
-        layer._guessed = _Guess((hidden, early), chosen, before is not None)
-
 
 class LayerExperts:
     """The experts of one layer, for its `moe_experts`.
@@ -92,7 +74,7 @@ class LayerExperts:
         successor: the next layer that uses the same area.
         known: row of each expert, -1 for others, as the host read them for this step; None: not read.
         lookup: experts ``[T, k]`` of token ids ``[T]``, of a layer with hash routing.
-        next_layer: whose experts are predicted and copied ahead, and those of its own next layer; None: of no layer.
+        next_layer: whose experts are predicted and copied ahead; None: of no layer.
     """
 
     def __init__(self, state: HostExperts, area: int, stream: torch.cuda.Stream | None):
@@ -143,19 +125,23 @@ class LayerExperts:
     def look_ahead(self, hidden: Any, experts: Tensor) -> bool:
         """Predicts experts of the next layer from a hidden state, and copies those that are missing beside all else.
 
-        Then one of the layer after it, if the next layer lacks none that is predicted. Not for many tokens, nor for a
-        layer that has all experts, fetched them already or copies all of them; returns whether it did.
+        Not for many tokens, nor for a layer that has all experts, fetched them already or copies all of them; returns
+        whether it did.
 
         Args:
             hidden: for `NextLayer.predict`; experts: the routing of this layer, whose copies are launched.
         """
-        following = self.next_layer
-        if following is None or not following.may_guess(experts.numel()):
+        if self.next_layer is None:
             return False
-        following.guess(hidden)
-        after = following.experts.next_layer
-        if after is not None and after.may_guess(experts.numel()):
-            after.guess(hidden, before=following.experts.state)
+        layer, predict, most_pairs = self.next_layer
+        busy = layer.has_all or layer._is_ahead or layer._fetched is not None or layer.known is not None
+        if busy or not 0 < experts.numel() <= most_pairs:
+            return False
+        device = layer.state.row.device
+        _, chosen = run_beside(
+            lambda: prefetch_experts(layer.state, predict(hidden).contiguous(), layer.stream), device
+        )
+        layer._guessed = _Guess(hidden, chosen)
         return True
 
     def _wait_for_guess(self) -> bool:
@@ -163,8 +149,6 @@ class LayerExperts:
         guessed, self._guessed = self._guessed, None
         if guessed is not None and guessed.chosen is not None:
             guessed.chosen.wait()
-        if guessed is not None and guessed.is_early:  # its copy may have paused: without a prediction it has no row
-            prefetch_experts(self.state, torch.full_like(self.state.ahead, -1), self.stream, resumes=True)
         return guessed is not None
 
     def release(self) -> None:
@@ -231,14 +215,12 @@ class _Guess(NamedTuple):
     """A prediction whose copies are launched.
 
     Attributes:
-        inputs: of it and of the early prediction, which keep their memory until another stream has read it.
+        hidden: its input, which keeps its memory until another stream has read it.
         chosen: event of another stream that completes the choice of experts; None: earlier launches do.
-        is_early: one from the layer after the previous one must follow.
     """
 
-    inputs: Any
+    hidden: Any
     chosen: torch.cuda.Event | None
-    is_early: bool
 
 
 def _missing_runs(rows: Sequence[int], places: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -366,6 +348,6 @@ def _with_first_experts(host: Stacks, rows: RowRange, row: Tensor) -> HostExpert
     row[:cached] = owner + first
     return HostExperts(
         host, stacks, row, owner, filled(0, E), first, staged, filled(0, E), filled(0, 2, E), filled(0, 1),
-        filled(-1, 2, 1 + AHEAD_COPIES), filled(0, COPY_PROGRAMS), torch.zeros(4, dtype=torch.int64, device=device),
+        filled(-1, 2, AHEAD_COPIES), torch.zeros(4, dtype=torch.int64, device=device),
         copied_parts(host[:2], stacks[:2]), copied_parts(host[2:], stacks[2:]), copied_parts(host, stacks),
     )  # fmt: skip

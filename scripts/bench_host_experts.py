@@ -10,9 +10,8 @@
   which ``deepseek-attn plan`` predicts. Routers are computed, and then replaced by the same random routings. ``--soak``
   repeats decode steps under routings that shift every few seconds, and compares the logits of a text meanwhile. How
   well a router predicts the next layer's is a property of trained weights: ``--shares`` sets which part of the
-  predicted experts are those of the routing. The others are drawn by the same law. Predictions two layers ahead keep
-  the same share of these predictions, so that its square is right. The prediction is computed all the same. "router":
-  random tokens, whose routings and predictions are those of the routers, with random weights.
+  predicted experts are those of the routing. The others are drawn by the same law. The prediction is computed all the
+  same. "router": random tokens, whose routings and predictions are those of the routers, with random weights.
 
 Routings are uniform, or follow Zipf's law with exponent 1 over the experts of each layer in an order of its own; each
 step draws anew. The limit of the bus is the bytes of the experts that a step copied over the rate of cudaMemcpy.
@@ -294,13 +293,8 @@ class Bench:
             uniform = torch.rand(layers, T, E, device=self.device, generator=generator).clamp_(min=1e-9)
             yield (log_weight[:, None] - (-uniform.log()).log()).topk(topk, -1).indices
 
-    def draws(
-        self, rows: ExpertRows, ids: Tensor, kind: str, guessed: Sequence[Tensor] = ()
-    ) -> Callable[[Mode, bool], None]:
-        """A function that draws ``ids [layers, T, topk]``, which steps read, and what modes with a share predict.
-
-        ``guessed``: one layer ahead, then two.
-        """
+    def draws(self, rows: ExpertRows, ids: Tensor, kind: str, guessed: Tensor | None = None) -> Callable[..., None]:
+        """A function that draws ``ids [layers, T, topk]``, which steps read, and what modes with a share predict."""
         (layers, T, topk), E = ids.shape, len(rows.layers[0].state.row)
         self.calls += 1  # the residents know the routings of earlier calls
         drawn, others = (self.routings(kind, layers, T, topk, E, 2 * self.calls + i, 1) for i in (0, 1))
@@ -310,12 +304,9 @@ class Bench:
         def draw(mode: Mode, again: bool) -> None:
             if not again:
                 ids.copy_(next(drawn))
-            if mode.share is None:
-                return
-            right, share = ids, 1.0 if again else mode.share
-            for guess in guessed:
-                is_right = torch.rand(ids.shape, device=ids.device) < share
-                right = guess.copy_(torch.where(is_right, right, next(others)))
+            if mode.share is not None and guessed is not None:
+                is_right = torch.rand(ids.shape, device=ids.device) < (1.0 if again else mode.share)
+                guessed.copy_(torch.where(is_right, ids, next(others)))
 
         return draw
 
@@ -564,16 +555,12 @@ class Bench:
         say(f"  first prompt, with kernels that are compiled meanwhile: {time.perf_counter() - begin:.1f} s")
         self.prompt(results, prompt, layers * (E - rows.cached), nbytes)
         if self.args.shares:
-            text = [7 * i % config.vocab_size for i in range(16)]
-            results["router"], results["router_early"] = given.accuracy(runner, text)
-            say(
-                f"  predictions of the router, random weights: {results['router']:.3f} of a token's experts are right, "
-                f"{results['router_early']:.3f} two layers ahead"
-            )
+            results["router"] = given.accuracy(runner, [7 * i % config.vocab_size for i in range(16)])
+            say(f"  predictions of the router, random weights: {results['router']:.3f} of a token's experts are right")
         for batch in self.args.batches:
             ids = next(self.routings("uniform", layers, batch, k, E))
-            guessed = ids.clone(), ids.clone()
-            given.routings[batch], given.guesses[batch], given.early[batch] = map(list, (ids, *guessed))
+            guessed = ids.clone()
+            given.routings[batch], given.guesses[batch] = list(ids), list(guessed)
 
             def time_modes(
                 kind: str, modes: list[Mode], draw: Callable[[Mode, bool], None], batch: int = batch
@@ -593,7 +580,7 @@ class Bench:
                 modes = [Mode(steps[0].run), *(Mode(steps[1].run, share) for share in self.args.shares)]
                 for kind in ("uniform", "zipf"):
                     time_modes(kind, modes, self.draws(rows, ids, kind, guessed))
-            del given.routings[batch], given.guesses[batch], given.early[batch]
+            del given.routings[batch], given.guesses[batch]
             if not self.args.shares:
                 continue
             with (
@@ -626,10 +613,8 @@ class Bench:
             return [row.view(torch.int32) for row in (*runner.score([text]), *runner.score([text[:6]], chunk_size=1))]
 
         expected, ids = logits(), next(self.routings("uniform", layers, SOAK_BATCH, k, E))
-        guessed, early, fixed = ids.clone(), ids.clone(), ids.clone()
-        given.routings[SOAK_BATCH], given.guesses[SOAK_BATCH], given.early[SOAK_BATCH] = map(
-            list, (ids, guessed, early)
-        )
+        guessed, fixed = ids.clone(), ids.clone()
+        given.routings[SOAK_BATCH], given.guesses[SOAK_BATCH] = list(ids), list(guessed)
         rounds: list[dict[str, Any]] = []
         begin = time.perf_counter()
         with decode_steps(runner, SOAK_BATCH, len(text), self.rows_of(runner), [True]) as (step,):
@@ -637,10 +622,8 @@ class Bench:
             def take(routing: Tensor) -> None:
                 with torch.inference_mode():
                     ids.copy_(routing)
-                    right = ids
-                    for guess in (guessed, early):
-                        is_right = torch.rand(ids.shape, device=ids.device) < SOAK_SHARE
-                        right = guess.copy_(torch.where(is_right, right, (right + 1) % E))
+                    is_right = torch.rand(ids.shape, device=ids.device) < SOAK_SHARE
+                    guessed.copy_(torch.where(is_right, ids, (ids + 1) % E))
                     step.run()
                 self.synchronize()
 
@@ -662,7 +645,7 @@ class Bench:
                 if self.args.out is not None:
                     with open(self.args.out.with_suffix(".soak.jsonl"), "a", encoding="utf-8") as file:
                         file.write(json.dumps(rounds[-1]) + "\n")
-        del given.routings[SOAK_BATCH], given.guesses[SOAK_BATCH], given.early[SOAK_BATCH]
+        del given.routings[SOAK_BATCH], given.guesses[SOAK_BATCH]
         finite = all(bool(row.view(torch.float32).isfinite().all()) for row in expected)
         stats = runner.expert_rows.stats if runner.expert_rows is not None else None
         result = {
@@ -815,33 +798,28 @@ class Given:
     """Experts that replace those of routers, by the number of tokens: int64 ``[T, k]`` of each layer.
 
     Attributes:
-        routings, guesses, early: of routers, of their predictions, and of those two layers ahead.
-        made: while predictions are recorded: (kind, gate, experts) of predictions and of routings, as they come.
-        last: number of the layer that was routed last.
+        routings, guesses: of routers, and of their predictions.
+        made: while predictions are recorded: (gate, experts) of predictions and of routings, as they come.
     """
 
     routings: dict[int, list[Tensor]] = field(default_factory=dict)
     guesses: dict[int, list[Tensor]] = field(default_factory=dict)
-    early: dict[int, list[Tensor]] = field(default_factory=dict)
     made: list[tuple[str, Gate, Tensor]] | None = None
-    last: int = 0
 
-    def accuracy(self, runner: ModelRunner, text: list[int]) -> tuple[float, float]:
-        """Share of the experts of a text's tokens that routers predict, one layer and two layers ahead."""
+    def accuracy(self, runner: ModelRunner, text: list[int]) -> float:
+        """Share of the experts of a text's tokens, in layers with predictions, that the routers themselves predict."""
         self.made = []
         runner.score([text])
-        right, needed = {"guess": 0, "early": 0}, {"guess": 0, "early": 0}
-        predicted: dict[tuple[str, int], Tensor] = {}
+        right = needed = 0
+        predicted: dict[int, Tensor] = {}
         for kind, gate, experts in self.made:
-            if kind in right:
-                predicted[kind, id(gate)] = experts
-                continue
-            for name in right:
-                if (guess := predicted.pop((name, id(gate)), None)) is not None:
-                    right[name] += int((guess[:, :, None] == experts[:, None]).any(1).sum())
-                    needed[name] += experts.numel()
+            if kind == "guess":
+                predicted[id(gate)] = experts
+            elif (guess := predicted.pop(id(gate), None)) is not None:
+                right += int((guess[:, :, None] == experts[:, None]).any(1).sum())
+                needed += experts.numel()
         self.made = None
-        return right["guess"] / max(1, needed["guess"]), right["early"] / max(1, needed["early"])
+        return right / max(1, needed)
 
 
 @contextmanager
@@ -851,27 +829,22 @@ def given_routings() -> Iterator[Given]:
     forward, lookup, predict = Gate.forward, Gate.lookup, Gate.predict
     numbers_of: dict[int, int] = {}
 
-    def number_of(gate: Gate) -> int:
-        return numbers_of.setdefault(id(gate), len(numbers_of))
-
     def chosen(gate: Gate, experts: Tensor, others: dict[int, list[Tensor]]) -> Tensor:
-        number = number_of(gate)
+        number = numbers_of.setdefault(id(gate), len(numbers_of))
         layers = others.get(len(experts))
         return experts if layers is None or number >= len(layers) else layers[number]
 
     def replaced(self: Gate, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         experts, weights = forward(self, x, token_ids)
-        given.last = number_of(self)
         if given.made is not None:
             given.made.append(("routing", self, experts))
         return chosen(self, experts, given.routings), weights
 
     def guessed(self: Gate, x: Tensor) -> Tensor:
         experts = forward(self, x, x.new_empty(0, dtype=torch.int64))[0]
-        is_early = number_of(self) == given.last + 2
         if given.made is not None:
-            given.made.append(("early" if is_early else "guess", self, experts))
-        return chosen(self, experts, given.early if is_early else given.guesses)
+            given.made.append(("guess", self, experts))
+        return chosen(self, experts, given.guesses)
 
     Gate.forward, Gate.predict = replaced, guessed
     Gate.lookup = lambda self, token_ids: chosen(self, lookup(self, token_ids), given.routings)

@@ -150,13 +150,7 @@ def fetch_experts(
     return (triton_ops if runs_triton(cache.row) else torch_ops).fetch_experts(cache, experts, stream, prefetched)
 
 
-def prefetch_experts(
-    cache: HostExperts,
-    predicted: Tensor,
-    stream: torch.cuda.Stream | None = None,
-    before: HostExperts | None = None,
-    resumes: bool = False,
-) -> None:
+def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
     """Copies predicted experts that the device lacks from host memory, before the routing is known.
 
     `fetch_experts` with the routing must follow, with ``prefetched=True``: it ends copies of other experts. Nothing may
@@ -165,22 +159,14 @@ def prefetch_experts(
     Args:
         cache: of the layer. ``row`` and ``owner`` are updated, ``ahead`` is written.
         predicted: contiguous ids ``[T, k]`` in order of falling score, -1 for experts of other ranks. As many as
-            ``ahead`` has room for behind its first entry are copied: first every token's first expert, then every
-            token's second one. They evict experts as `fetch_experts` does, but no predicted ones, and use no rows from
-            ``staged`` on.
+            ``ahead`` has room for are copied: first every token's first expert, then every token's second one. They
+            evict experts as `fetch_experts` does, but no predicted ones, and use no rows from ``staged`` on.
         stream: runs the copies. None: they run on the current stream. CUDA only.
-        before: of the layer before, for an early call behind its `prefetch_experts`. If that call copies none, one
-            expert is copied here, the first entry of ``ahead``. The copy pauses when `fetch_experts` of the layer
-            before has its routing. A call with ``resumes`` must follow: until then the row may hold a part of the
-            expert.
-        resumes: an early call came before this one. Its expert loses its row if it is not predicted again; else its
-            copy goes on, before others.
 
     Raises:
         ValueError: ids that are not integers, more than 8192 of them, or tensors of the cache that do not fit.
     """
-    ops = triton_ops if runs_triton(cache.row) else torch_ops
-    ops.prefetch_experts(cache, predicted, stream, before, resumes)
+    (triton_ops if runs_triton(cache.row) else torch_ops).prefetch_experts(cache, predicted, stream)
 
 
 def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:

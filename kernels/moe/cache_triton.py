@@ -6,12 +6,6 @@ They read pinned host memory by its address, over the bus, and write rows of sta
     main stream:  ... router n -- choose_rows n -- products n, attention n + 1, router n + 1 -- choose_rows n + 1 ...
     side stream:                      +-- predicted n + 1 -- choose_ahead n + 1                     | drops
     copies:                           +-- fetched n ------------ +-- ahead n + 1 ..................-+- fetched n + 1
-
-If nothing is copied ahead for layer n + 1, the bus would rest until its routing. Then one expert of layer n + 2 is
-copied early. This copy pauses when the routing is known, and goes on as the first of the copies ahead for n + 2.
-
-    side stream:  choose_ahead n + 1 -- predicted n + 2 -- choose_ahead n + 2 (early) ............ choose_ahead n + 2
-    copies:       +-- ahead n + 1 (none) ------------------+-- early n + 2 .. pauses -- fetched n + 1 -- ahead n + 2
 """
 
 from __future__ import annotations
@@ -29,10 +23,7 @@ _KEPT = tl.constexpr((2**31 - 1) << 32)  # key of rows that this call needs: beh
 
 
 class CacheState(NamedTuple):
-    """Tensors of `HostExperts` that `choose_rows_kernel` and `choose_ahead_kernel` read and write.
-
-    ``before``: of an early call, the experts copied ahead for the layer before, else None.
-    """
+    """Tensors of `HostExperts` that `choose_rows_kernel` and `choose_ahead_kernel` read and write."""
 
     row: Any
     owner: Any
@@ -42,7 +33,6 @@ class CacheState(NamedTuple):
     num_moves: Any
     ahead: Any
     totals: Any
-    before: Any
 
 
 @triton.jit(do_not_specialize=["pairs", "num_rows", "first", "staged"])
@@ -141,22 +131,19 @@ def choose_ahead_kernel(
     num_rows,
     first,
     E: tl.constexpr,
+    BINS: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     TOPK: tl.constexpr,
     COPIES: tl.constexpr,
-    RESUMES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: gives rows to the first predicted experts without one, and lists them in ``cache.ahead``.
 
     Args:
         experts_ptr: ``[pairs / TOPK, TOPK]``, -1 for experts of other ranks; PAIRS: a power of two, at least ``pairs``.
-        cache: `CacheState`. With ``before``, an early call: one expert is chosen if ``before`` has none, else none.
-        COPIES: entries of ``cache.ahead``. Other arguments: see `choose_rows_kernel`.
-        RESUMES: an early call was made. Its expert stays if it is predicted again, else its row is free.
+        COPIES: experts at most. Other arguments: see `choose_rows_kernel`.
     """
-    BINS: tl.constexpr = ROWS if ROWS > E else 2 * ROWS
     pair = tl.arange(0, PAIRS)
     slot = tl.arange(0, ROWS)
     inside = slot < num_rows
@@ -164,15 +151,6 @@ def choose_ahead_kernel(
         gdc_wait()  # until the router has written the experts
         gdc_launch_dependents()
     chosen = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-    if RESUMES:
-        early = tl.load(cache.ahead)
-        is_wrong = (early >= 0) & (tl.sum((chosen == early).to(tl.int32), 0) == 0)
-        tl.debug_barrier()  # until every warp has loaded the entry
-        tl.store(cache.ahead, -1, mask=is_wrong)
-        tl.store(cache.row + early, -1, mask=is_wrong)
-        tl.store(cache.owner + tl.load(cache.ahead + COPIES) - first, -1, mask=is_wrong)
-        tl.store(cache.totals + 3, tl.load(cache.totals + 3) + is_wrong.to(tl.int64))
-        tl.debug_barrier()  # until the row is free: all warps load rows and owners below
     tokens = tl.histogram(tl.where(chosen < 0, E, chosen), BINS)
     row = tl.load(cache.row + chosen, mask=chosen >= 0, other=0)
     # every token's first expert, then every token's second one
@@ -185,28 +163,20 @@ def choose_ahead_kernel(
     # the order of `choose_rows_kernel`
     key = ((uses + 1).to(tl.int64) << 32) | (tl.where(has_owner, owner, slot).to(tl.int64) << 16)
     key = tl.where(inside & ~is_kept, key, _KEPT) | slot.to(tl.int64)
-    num_before = 0
-    if cache.before is not None:
-        for i in tl.static_range(COPIES):
-            num_before += (tl.load(cache.before + i) >= 0).to(tl.int32)
     tl.debug_barrier()  # until every warp has loaded rows and owners
-    tl.store(cache.num_moves, -1)  # early copies for the next layer pause when `choose_rows_kernel` writes the number
     for i in tl.static_range(COPIES):
-        if (i == 0) == (cache.before is not None):  # the first entry is that of early calls
-            next_turn, victim = tl.min(turn, 0), tl.min(key, 0)
-            guess = tl.min(tl.where(turn == next_turn, chosen, E), 0)
-            target = (victim & 0xFFFF).to(tl.int32)
-            old = tl.sum(tl.where(slot == target, owner, 0), 0)
-            found = (next_turn < 1 << 30) & (victim < _KEPT) & (num_before == 0)
-            tl.store(cache.row + old, -1, mask=found & (old >= 0))
-            tl.store(cache.row + guess, first + target, mask=found)
-            tl.store(cache.owner + target, guess, mask=found)
-            tl.store(cache.ahead + i, tl.where(found, guess, -1))
-            tl.store(cache.ahead + COPIES + i, first + target)
-            turn = tl.where(chosen == guess, 1 << 30, turn)
-            key = tl.where(slot == target, _KEPT, key)
-        elif not RESUMES:
-            tl.store(cache.ahead + i, -1)
+        next_turn, victim = tl.min(turn, 0), tl.min(key, 0)
+        guess = tl.min(tl.where(turn == next_turn, chosen, E), 0)
+        target = (victim & 0xFFFF).to(tl.int32)
+        old = tl.sum(tl.where(slot == target, owner, 0), 0)
+        found = (next_turn < 1 << 30) & (victim < _KEPT)
+        tl.store(cache.row + old, -1, mask=found & (old >= 0))
+        tl.store(cache.row + guess, first + target, mask=found)
+        tl.store(cache.owner + target, guess, mask=found)
+        tl.store(cache.ahead + i, tl.where(found, guess, -1))
+        tl.store(cache.ahead + COPIES + i, first + target)
+        turn = tl.where(chosen == guess, 1 << 30, turn)
+        key = tl.where(slot == target, _KEPT, key)
 
 
 @triton.jit
@@ -258,7 +228,6 @@ def copy_experts_kernel(
     parts_ptr,
     moves_ptr,
     num_moves_ptr,
-    resume_ptr,
     units,
     MOVES: tl.constexpr,
     PARTS: tl.constexpr,
@@ -272,10 +241,7 @@ def copy_experts_kernel(
 
     Args:
         parts_ptr: int64 ``[PARTS, 4]`` of `CopiedParts`; units: jobs of an expert.
-        moves_ptr: int32 ``[2, MOVES]``, experts and rows.
-        num_moves_ptr: their number. With DROPS, None; or that of the layer before, whose copies wait for this kernel:
-            only the first expert is copied, until the number is known, and ``resume_ptr`` is written.
-        resume_ptr: int32 ``[programs]``, the first job that each program has not copied; None: all begin.
+        moves_ptr: int32 ``[2, MOVES]``, experts and rows; num_moves_ptr: their number.
         ALIGNED: words of 16 bytes are copied, else bytes.
         DROPS: there are MOVES experts, -1 for none; one that becomes -1 while the kernel runs is copied no further.
     """
@@ -285,23 +251,13 @@ def copy_experts_kernel(
         gdc_wait()  # until the experts are listed
         gdc_launch_dependents()
     if DROPS:
-        program = tl.program_id(0)
-        job = program
-        end = MOVES * units
-        if num_moves_ptr is not None:
-            end = units
-        elif resume_ptr is not None:
-            job = tl.load(resume_ptr + program)
-        while job < end:
+        job = tl.program_id(0)
+        while job < MOVES * units:
             move = job // units
             wanted = _copy_job(parts_ptr, starts, moves_ptr, move, job - move * units, MOVES, BLOCK, ALIGNED, DROPS)
             # the program's next job, of the next expert if this one was dropped
-            following = tl.where(wanted, job + 1, (move + 1) * units)
-            job += tl.cdiv(following - job, tl.num_programs(0)) * tl.num_programs(0)
-            if num_moves_ptr is not None:
-                end = tl.where(tl.atomic_add(num_moves_ptr, 0, sem="relaxed") >= 0, 0, end)
-        if num_moves_ptr is not None:
-            tl.store(resume_ptr + program, job)
+            end = tl.where(wanted, job + 1, (move + 1) * units)
+            job += tl.cdiv(end - job, tl.num_programs(0)) * tl.num_programs(0)
     else:
         for job in tl.range(tl.program_id(0), tl.load(num_moves_ptr) * units, tl.num_programs(0)):
             move = job // units

@@ -6,8 +6,6 @@ routing, numbered ``token * k + i``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -45,7 +43,6 @@ from deepseek_attn.kernels.moe.reference import MAX_CACHED, check_cache, check_e
 from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, moe_select_kernel
 from deepseek_attn.kernels.moe.types import (
     COPY_BYTES,
-    COPY_PROGRAMS,
     UNGROUPED,
     CopiedParts,
     ExpertGroups,
@@ -238,86 +235,66 @@ def fetch_experts(
         return ExpertSlots(cache.found)
     plan = _fetch_plan(cache)
     _choose_rows(plan, cache, experts, cache.ahead.shape[1] if prefetched else 0)
-    moves = _Moves(cache.moves, cache.num_moves)
     if stream is None:
-        _copy_parts(plan, cache.gates, moves)
-        _copy_parts(plan, cache.outputs, moves)
+        _copy_parts(plan, cache, cache.gates)
+        _copy_parts(plan, cache, cache.outputs)
         return ExpertSlots(cache.found)
     gates_ready, outputs_ready = torch.cuda.Event(), torch.cuda.Event()
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
-        _copy_parts(plan, cache.gates, moves)
+        _copy_parts(plan, cache, cache.gates)
         gates_ready.record()
-        _copy_parts(plan, cache.outputs, moves)
+        _copy_parts(plan, cache, cache.outputs)
         outputs_ready.record()
     return ExpertSlots(cache.found, gates_ready, outputs_ready)
 
 
-def prefetch_experts(
-    cache: HostExperts,
-    predicted: Tensor,
-    stream: torch.cuda.Stream | None = None,
-    before: HostExperts | None = None,
-    resumes: bool = False,
-) -> None:
+def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
     """See `kernels.moe.prefetch_experts`."""
-    check_cache(cache, predicted, before)
+    check_cache(cache, predicted)
     if predicted.numel() > MAX_CACHED:
         raise ValueError(f"{predicted.numel()} predicted experts: supported are up to {MAX_CACHED}")
     plan, E = _fetch_plan(cache), len(cache.row)
     choose_ahead_kernel[(1,)](
         predicted,
-        _state(cache, None if before is None else before.ahead),
+        _state(cache),
         predicted.numel(),
         len(cache.owner),
         cache.first,
         E=E,
+        BINS=next_power_of_2(E + 1),
         ROWS=next_power_of_2(E),
         PAIRS=max(16, next_power_of_2(predicted.numel())),
         TOPK=predicted.shape[1],
         COPIES=cache.ahead.shape[1],
-        RESUMES=resumes,
         **pdl_options(plan.choose.config.warps, plan.pdl),
     )
-    number = None if before is None else before.num_moves
-    resume = cache.resume if resumes or before is not None else None
-    moves = _Moves(cache.ahead, number, resume, drops=True)
     if stream is None:
-        _copy_parts(plan, cache.whole, moves)
+        _copy_parts(plan, cache, cache.whole, True)
         return
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
-        _copy_parts(plan, cache.whole, moves)
-
-
-class _Moves(NamedTuple):
-    """Experts to copy and their rows; arguments of `copy_experts_kernel`."""
-
-    listed: Tensor
-    number: Tensor | None
-    resume: Tensor | None = None
-    drops: bool = False
+        _copy_parts(plan, cache, cache.whole, True)
 
 
 def _fetch_plan(cache: HostExperts) -> FetchPlan:
     return plan_fetch(FetchProblem(len(cache.row)), gpu(cache.row.device))
 
 
-def _copy_parts(plan: FetchPlan, parts: CopiedParts, moves: _Moves) -> None:
-    """Launches the copies of these parts of experts."""
-    copy = plan.copy.config
-    copy_experts_kernel[(min(copy.size, COPY_PROGRAMS),)](
+def _copy_parts(plan: FetchPlan, cache: HostExperts, parts: CopiedParts, ahead: bool = False) -> None:
+    """Launches the copies of these parts of the experts in ``moves``, or in ``ahead``."""
+    copy, moves = plan.copy.config, cache.ahead if ahead else cache.moves
+    copy_experts_kernel[(copy.size,)](
         parts.table,
-        moves.listed,
-        moves.number,
-        moves.resume,
+        moves,
+        cache.num_moves,
         parts.units,
-        MOVES=moves.listed.shape[1],
+        MOVES=moves.shape[1],
         PARTS=len(parts.table),
         PARTS_PADDED=next_power_of_2(len(parts.table)),
         BLOCK=COPY_BYTES,
         ALIGNED=parts.aligned,
-        DROPS=moves.drops,
+        DROPS=ahead,
         **pdl_options(copy.warps, plan.pdl),
     )
 
@@ -348,5 +325,5 @@ def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor, ahead: in
     )
 
 
-def _state(cache: HostExperts, before: Tensor | None = None) -> CacheState:
-    return CacheState(**{name: getattr(cache, name) for name in CacheState._fields if name != "before"}, before=before)
+def _state(cache: HostExperts) -> CacheState:
+    return CacheState(*(getattr(cache, name) for name in CacheState._fields))

@@ -16,7 +16,6 @@ from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED, dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.types import (
-    COPY_PROGRAMS,
     UNGROUPED,
     ExpertGroups,
     ExpertRange,
@@ -297,32 +296,19 @@ def fetch_experts(
     return ExpertSlots(cache.found)
 
 
-def prefetch_experts(
-    cache: HostExperts,
-    predicted: Tensor,
-    stream: torch.cuda.Stream | None = None,
-    before: HostExperts | None = None,
-    resumes: bool = False,
-) -> None:
+def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
     """See `deepseek_attn.kernels.moe.prefetch_experts`."""
-    check_cache(cache, predicted, before)
-    by_rank = [expert for expert in predicted.t().flatten().tolist() if expert >= 0]
-    entries = range(1, cache.ahead.shape[1])
-    if before is not None:
-        entries = range(1 if (before.ahead[0] < 0).all() else 0)
-    if resumes:
-        cache.totals[3] += _drop_wrong_guesses(cache, set(by_rank))[1]
-    else:
-        cache.ahead.fill_(-1)
+    check_cache(cache, predicted)
     rows = cache.row.tolist()
+    by_rank = [expert for expert in predicted.t().flatten().tolist() if expert >= 0]
     missing = [expert for expert in dict.fromkeys(by_rank) if rows[expert] < 0]
     # as many as there are guesses, free slots and entries of `ahead`
-    pairs = list(zip(missing, _free_slots(cache, set(by_rank)), entries, strict=False))
+    pairs = list(zip(missing, _free_slots(cache, set(by_rank)), range(cache.ahead.shape[1]), strict=False))
+    cache.ahead.fill_(-1)
     for expert, slot, i in pairs:
         _take_slot(cache, slot, expert)
         cache.ahead[0, i], cache.ahead[1, i] = expert, cache.first + slot
     _copy_experts(cache, [expert for expert, *_ in pairs], [cache.first + slot for _, slot, _ in pairs])
-    cache.num_moves.fill_(-1)
 
 
 def _drop_wrong_guesses(cache: HostExperts, needed: set[int]) -> tuple[int, int]:
@@ -424,7 +410,7 @@ MAX_CACHED = 8192
 """Experts of a layer that `fetch_experts` chooses from: one program holds them all."""
 
 
-def check_cache(cache: HostExperts, experts: Tensor, before: HostExperts | None = None) -> None:
+def check_cache(cache: HostExperts, experts: Tensor) -> None:
     """Raises ValueError: arguments of `fetch_experts` or `prefetch_experts` that do not fit."""
     check("the experts of a cache", cache.row, ("E",), torch.int32, contiguous=True)
     E, S = len(cache.row), len(cache.owner)
@@ -436,11 +422,6 @@ def check_cache(cache: HostExperts, experts: Tensor, before: HostExperts | None 
     check("experts to copy", cache.moves, (2, E), torch.int32, contiguous=True)
     check("the number of experts to copy", cache.num_moves, (1,), torch.int32)
     check("experts to copy ahead", cache.ahead, (2, "copies"), torch.int32, contiguous=True)
-    if before is not None:
-        check(
-            "experts to copy ahead for the layer before", before.ahead, cache.ahead.shape, torch.int32, contiguous=True
-        )
-    check("where copies stopped", cache.resume, (COPY_PROGRAMS,), torch.int32, contiguous=True)
     check("numbers of needed and copied experts", cache.totals, (4,), torch.int64, contiguous=True)
     check("experts", experts, ("T", "k"), INTS, contiguous=True)
 

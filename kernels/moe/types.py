@@ -98,10 +98,9 @@ class HostExperts(NamedTuple):
         first, staged: rows; at least E - S rows follow ``staged``.
         found: int32 ``[E]``, written by `fetch_experts`: the row of each expert that the products may read.
         moves: int32 ``[2, E]``, written by `fetch_experts`: the copied experts, and the row of each.
-        num_moves: int32 ``[1]``, written by `fetch_experts`: the number of copied experts. -1 after `prefetch_experts`.
+        num_moves: int32 ``[1]``, written by `fetch_experts`: the number of copied experts.
         ahead: int32 ``[2, A]``, written by `prefetch_experts`: the experts that it copies, -1 for none, and the row of
-            each; the first is that of an early call. `fetch_experts` sets those that are not needed to -1.
-        resume: int32 ``[COPY_PROGRAMS]``, written by an early `prefetch_experts`: where each copying program stopped.
+            each. `fetch_experts` sets those that are not needed to -1.
         totals: int64 ``[4]``, over all calls: experts needed; experts that `fetch_experts` copied; experts that
             `prefetch_experts` copied and that were needed; experts that it copied and that were not.
         gates, outputs, whole: `copied_parts` of w1 and w3, of w2, and of all three.
@@ -118,7 +117,6 @@ class HostExperts(NamedTuple):
     moves: Tensor
     num_moves: Tensor
     ahead: Tensor
-    resume: Tensor
     totals: Tensor
     gates: CopiedParts
     outputs: CopiedParts
@@ -141,8 +139,6 @@ class CopiedParts(NamedTuple):
 
 COPY_BYTES = 16384
 """Bytes that a program copies at once: 8 loads of 16 bytes in flight for each of 128 threads."""
-COPY_PROGRAMS = 512
-"""Programs that copy, at most."""
 
 
 def expert_parts(stacks: Sequence[ExpertStack]) -> list[Tensor]:
