@@ -111,13 +111,14 @@ class AttendShape:
 
     Attributes:
         DIM, D_V: channels of a key and of a value.
-        FIRST, SECOND: layouts of the pools' entries, equal if there is one pool.
+        POOLS: 1 or 2. FIRST, SECOND: layouts of the pools' entries, equal if there is one pool.
         DTYPE: of products; NATIVE_FP8: the GPU converts e4m3; TILES: the plan's.
         SPLIT: results are split-K partials; RAW_Q: the `RawQShape` of raw queries, else None.
     """
 
     DIM: int
     D_V: int
+    POOLS: int
     FIRST: EntryLayout
     SECOND: EntryLayout
     DTYPE: Any
@@ -293,7 +294,7 @@ def attend_kernel(
     BLOCK_H: tl.constexpr = SHAPE.TILES.heads
     BLOCK_N: tl.constexpr = SHAPE.TILES.keys
     END: tl.constexpr = NOPE if FP8 else DIM
-    TWO_POOLS: tl.constexpr = second is not None
+    TWO_POOLS: tl.constexpr = SHAPE.POOLS == 2  # a tuple cannot be compared with None on Triton 3.6
     TWO_RECORDS: tl.constexpr = TWO_POOLS and GROUP1 != GROUP
     t = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)

@@ -129,7 +129,7 @@ def launch(
     second, width, limit = (pools[1], widths[1], limits[1]) if len(keys) > 1 else (None, 0, 0)
     arguments = queries, pools[0], second, parts, raw, H, widths[0], width, limits[0], limit
     shape = AttendShape(
-        dim, d_v, keys[0].layout, keys[-1].layout, TRITON_DTYPES[plan.dtype], plan.attend.native_fp8, tiles,
+        dim, d_v, len(keys), keys[0].layout, keys[-1].layout, TRITON_DTYPES[plan.dtype], plan.attend.native_fp8, tiles,
         combine is not None, raw_shape,
     )  # fmt: skip
     blocks = cdiv(H, tiles.heads)
