@@ -1,4 +1,4 @@
-"""Torch operations on a CPU, recorded once and repeated on the same tensors: what a CUDA graph is on a GPU.
+"""Tapes: torch's operations on a CPU, recorded once and repeated on the same tensors, as CUDA graphs do on a GPU.
 
 Most of the time of a decode step of a small model goes to Python, dispatch, checks and views. A `Tape` repeats the
 operations alone: each writes its result to the tensor that it returned when it was recorded. The bits stay the same.
@@ -45,6 +45,12 @@ def recording() -> bool:
     return _recording.get() is not None
 
 
+def _adding() -> Tape | None:
+    """The tape that adds the operations made here; None inside of a function that it calls again as a whole."""
+    tape = _recording.get()
+    return None if tape is None or tape.paused else tape
+
+
 def reads_values(function: Callable[P, R]) -> Callable[P, R]:
     """Marks a function that reads values of tensors: a tape calls it again, with the same arguments.
 
@@ -53,7 +59,7 @@ def reads_values(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        tape = _recording.get()
+        tape = _adding()
         return function(*args, **kwargs) if tape is None else tape.add_call(function, args, kwargs)
 
     return call
@@ -62,9 +68,9 @@ def reads_values(function: Callable[P, R]) -> Callable[P, R]:
 def when(condition: Tensor, function: Callable[[], object]) -> None:
     """Calls ``function`` if the value is true. A tape records its operations when a replay first calls it.
 
-    Operations outside of ``function`` read nothing that it writes, other than those that read values.
+    Of the operations outside of ``function``, only those in functions that read values may read what it writes.
     """
-    if (tape := _recording.get()) is not None:
+    if (tape := _adding()) is not None:
         tape.add_branch(condition, function)
     elif condition:
         function()
@@ -75,7 +81,7 @@ def once(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if (tape := _recording.get()) is None or tape.paused:
+        if (tape := _adding()) is None:
             return function(*args, **kwargs)
         key = function, *map(id, args), *map(id, kwargs.values())
         if key not in tape.known:
@@ -102,7 +108,7 @@ class Tape:
 
     Raises:
         NotRepeatable: ``function`` reads a value outside of `reads_values`, or its results take more than `MOST_BYTES`.
-            What it has written until then stays.
+            The operations until then were computed: what they wrote stays.
     """
 
     def __init__(self, function: Callable[[], object], inputs: Iterable[Tensor], changing: Iterable[int] = ()):
@@ -262,7 +268,7 @@ def _writing_to(result: Any, op: Any, args: tuple, kwargs: dict) -> Callable[[],
         outs = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in _tensors(result)]
         try:
             function(*args, **kwargs, out=outs[0] if isinstance(result, Tensor) else tuple(outs))
-        except (TypeError, RuntimeError):  # it has no such argument
+        except (TypeError, RuntimeError):  # it takes no ``out``
             continue
         if all(map(torch.equal, outs, _tensors(result))):
             return partial(function, *args, **kwargs, out=result)
@@ -275,7 +281,7 @@ def _writing_to(result: Any, op: Any, args: tuple, kwargs: dict) -> Callable[[],
 
 
 def _in_numpy(name: str, args: tuple, result: Tensor) -> Callable[[], object] | None:
-    """A NumPy call, which takes a third of the time, into ``result``; None if there is none with the same bits."""
+    """A call of NumPy, in a third of torch's time, that writes to ``result``; None where none has the same bits."""
     if (function := NUMPY.get(name)) is None or result.is_complex():
         return None
     try:

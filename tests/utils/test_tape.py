@@ -67,6 +67,14 @@ def branched(x: Tensor) -> Tensor:
 
 
 @reads_values
+def nested(x: Tensor) -> Tensor:
+    y = x.clone()
+    double_first(y)
+    when(y[0] > 2, lambda: y.add_(1))
+    return y * int(y[0])
+
+
+@reads_values
 def double(x: Tensor) -> Tensor:
     return x + x
 
@@ -79,6 +87,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": in_place,
     "a branch": branched,
     "values read": lambda x: first_ones(x) * x,
+    "values read in a function that reads values": nested,
     "functions of nn": lambda x: F.silu(x) + F.softplus(x).softmax(-1) + F.rms_norm(x, (3,)),
 }
 
