@@ -135,7 +135,7 @@ class PlanFacts:
         args, machine, total = self.args, self.machine, sum(parts.values())
         ranks = min(args.ranks, args.gpus_per_host)
         free = machine.memory - (total - sizes.total)
-        # a runner reserves fixed amounts for its steps, as it cannot compute what they will need
+        # a runner does not compute the memory of its steps: it reserves fixed amounts
         of_steps = sum(parts[name] for name in ("step", "graphs", "cublas", "allocator"))
         left = min(free, free + of_steps - STEP_BYTES - STEP_BYTES_PER_TOKEN * args.max_num_batched_tokens)
         layout = RankLayout(args.ranks, self.dp_attention, args.gpus_per_host)
@@ -166,9 +166,9 @@ class PlanFacts:
             })  # fmt: skip
         notes = [
             f"bus: PCI Express 5.0 x16 at {show_bytes(bus)}/s, disk at {show_bytes(args.disk_rate)}/s (--disk-rate; "
-            "not measured); copies of a decode step precede the products of their layer (the gain of copies that small "
-            "steps start before the routing is not counted), those of a "
-            f"prompt from host memory, at {show_bytes(machine.rates['copy_engine'])}/s, run ahead of them"
+            "not measured); copies of a decode step precede the products of their layer (small steps start some before "
+            "the routing, which is not counted as a gain); those of a prompt from host memory run ahead of the "
+            f"products, at {show_bytes(machine.rates['copy_engine'])}/s"
         ]
         return self._expert_facts(sizes, machine.name, machine.memory, sizes.nbytes, settings, notes)
 

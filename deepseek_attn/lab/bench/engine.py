@@ -155,7 +155,7 @@ def time_engine(
         variants: the first variant is the baseline.
         tokenizer: needed by structured output; generated tokens are then decoded to text.
         acceptance: an installed `SetAcceptance`, if variants set ``acceptance``. Then every variant with drafts must.
-        computed: only the last token of each prompt is computed; the caches have what they have of the others.
+        computed: compute only the last token of each prompt; the entries of the others are whatever the caches hold.
 
     Raises:
         ValueError: drafts without an MTP layer, or more than a step can verify, or too few tokens to time.

@@ -220,7 +220,7 @@ def compile_missing(launched: Iterable[Sequence[Variant]], given_up: set[str]) -
     """Compiles the kernels that Triton's cache lacks, in parallel.
 
     Args:
-        given_up: keys of kernels that failed before, which are skipped. Those of kernels that fail now are added.
+        given_up: keys of kernels to skip, since they failed before; kernels that fail now are added.
     """
     from deepseek_attn.runner.ahead.pool import compile_all
 

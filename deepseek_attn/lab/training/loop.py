@@ -166,7 +166,7 @@ def train_stepwise(
 
     Args:
         seeds: several are trained together (`SeedsStep`), without an MTP layer. Each seed's weights and batches are
-            those that it has alone; sums are rounded otherwise, so that its result depends on the seeds beside it.
+            those of a training alone; its result also depends on the seeds beside it, as sums are rounded otherwise.
         windows: sliding windows of layers that have another than the config's.
     """
     drafter = (mtp or MtpTraining()).filled(steps, lr, weight_decay)
