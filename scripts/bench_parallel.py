@@ -231,7 +231,8 @@ class Bench:
         start = time.perf_counter()
         more = args.tokens + max(args.drafts)
         longest = max(args.context + more * ("drafts" in args.steps), args.prompt + more, args.prefill)
-        runner = self.runner(self.source, parallel, [longest])
+        drafts = max(args.drafts) if "drafts" in args.steps and layout == "tp" else 0
+        runner = self.runner(self.source, parallel, [longest], expected_drafts=drafts)
         facts = {"layout": layout, "layers": len(runner.backbone_layers), "bytes_loaded": runner.report.bytes}
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -242,6 +243,10 @@ class Bench:
                 "driver_gb": (total - free) / 1e9,
             }
         self.say(**facts, load_seconds=time.perf_counter() - start)
+        if runner.compilation is not None:  # of rank 0, if DEEPSEEK_ATTN_COMPILE_AHEAD=1: it takes processors
+            runner.compilation.wait()
+            self.say(compiled=len(runner.compilation.done))
+        self.ranks.share(None)
         if "prefill" in args.steps and args.prefill:
             self.step = "prefill"
             self.prefill(runner, layout)
@@ -341,9 +346,10 @@ class Bench:
         )
 
     def drafts(self, runner: ModelRunner) -> None:
-        """Requests through the engine, the ways alternately; on a CPU there are no CUDA graphs and nothing to time.
+        """Requests through the engine, way after way; on a CPU there are no CUDA graphs and nothing to time.
 
-        All tokens of a request but the last count as computed; the caches hold random entries.
+        All tokens of a request but the last count as computed; the caches hold random entries. A run ends with its
+        first request.
         """
         args = self.args
         if runner.graphs is None:
@@ -358,8 +364,11 @@ class Bench:
             for batch in args.batch:
                 texts = self.prompts([args.context] * batch)
                 options: dict[str, Any] = {"rounds": 1, "acceptance": acceptance, "computed": True}
-                for timing in time_engine(runner, texts, variants, args.tokens, **options):
-                    row = timing.row()
+                rate = None  # without drafts
+                for variant in variants:
+                    row = time_engine(runner, texts, [variant], args.tokens, **options)[0].row()
+                    rate = rate or row["tokens_per_second"]
+                    row["speedup"] = row["tokens_per_second"] / rate
                     self.say(layout="tp", batch=batch, context=args.context, **{name: row[name] for name in kept})
 
 

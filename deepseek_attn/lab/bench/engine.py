@@ -155,6 +155,7 @@ def time_engine(
         variants: the first variant is the baseline.
         tokenizer: needed by structured output; generated tokens are then decoded to text.
         acceptance: an installed `SetAcceptance`, if variants set ``acceptance``. Then every variant with drafts must.
+            A run ends with its first request: the others end later, by lot, and each smaller batch would be captured.
         computed: compute only the last token of each prompt; the entries of the others are whatever the caches hold.
 
     Raises:
@@ -166,7 +167,7 @@ def time_engine(
         for variant in variants:
             if acceptance and variant.drafts:
                 acceptance.set(variant.acceptance)
-            found = run_variant(runner, variant, prompts, num_tokens, tokenizer, computed)
+            found = run_variant(runner, variant, prompts, num_tokens, tokenizer, computed, acceptance is not None)
             passes[variant] += [found] if number else []
     baseline = passes[variants[0]]
     return [summary(variant, passes[variant], baseline, len(prompts)) for variant in variants]
@@ -233,20 +234,28 @@ def run_variant(
     num_tokens: int,
     tokenizer: Tokenizer | None = None,
     computed: bool = False,
+    to_first_end: bool = False,
 ) -> Pass:
     """Runs the prompts once, in a new engine. The runner's settings are restored afterwards."""
     before = runner.graphs, runner.decode_query_len
     runner.graphs, runner.decode_query_len = runner.graphs if variant.graphs else None, 1
     try:
         decoder = MTPSpeculation(runner, variant.drafts) if variant.drafts else None
-        return run_engine(Engine(runner, tokenizer, decoder), prompts, variant.params(num_tokens), computed)
+        engine = Engine(runner, tokenizer, decoder)
+        return run_engine(engine, prompts, variant.params(num_tokens), computed, to_first_end)
     finally:
         runner.graphs, runner.decode_query_len = before
 
 
 @torch.inference_mode()
-def run_engine(engine: Engine, prompts: list[list[int]], params: SamplingParams, computed: bool = False) -> Pass:
-    """Runs all prompts to their end; ``computed``: see `time_engine`."""
+def run_engine(
+    engine: Engine,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    computed: bool = False,
+    to_first_end: bool = False,
+) -> Pass:
+    """Runs all prompts to their end, or until one has ended; ``computed``: see `time_engine`."""
     requests, runner = [engine.add_request(prompt, params) for prompt in prompts], engine.runner
     for request in requests if computed else ():
         runner.manager.free(request.sequence.cache)
@@ -264,6 +273,10 @@ def run_engine(engine: Engine, prompts: list[list[int]], params: SamplingParams,
             found.seconds, found.generated = found.seconds + stats.seconds, found.generated + stats.generated
             if stats.decodes == len(prompts) and not stats.finished:
                 steady.append((stats.seconds, len(replays.graphs)))
+            if stats.finished and to_first_end:
+                break
+        for request in requests:
+            engine.cancel(request)
     broken = [request.error for request in requests if request.error]
     if broken:
         raise RuntimeError(f"{len(broken)} requests failed, the first with: {broken[0]}")

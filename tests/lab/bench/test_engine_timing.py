@@ -65,7 +65,7 @@ def test_a_set_acceptance():
     runner = ModelRunner.from_config(config, device="cpu", max_model_len=128, max_num_seqs=4, compile_ahead=False)
     with pytest.raises(ValueError, match="a set acceptance needs steps that are CUDA graphs"):
         SetAcceptance(runner, 2)
-    runner.graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, batches=[4], capture=False)
+    runner.graphs = DecodeGraphs(runner.whole_model(), runner.layout, runner.device, capture=False)
     variants = [DecodingVariant(), *(DecodingVariant(2, acceptance=rate) for rate in (0.0, 0.6, 1.0))]
     acceptance = SetAcceptance(runner, 2)
     prompts = list(random_prompts(config.vocab_size, 4, 20))
@@ -73,6 +73,7 @@ def test_a_set_acceptance():
         _, none, some, every = time_engine(runner, prompts, variants, 60, rounds=1, acceptance=acceptance)
         with pytest.raises(ValueError, match="some variants with drafts lack an acceptance"):
             time_engine(runner, prompts, [DecodingVariant(1)], 60, rounds=1, acceptance=acceptance)
+    assert {size.requests for size in runner.graphs._decode_steps} == {4}  # runs end with their first request
     assert (none.acceptance_rate, none.tokens_per_step) == (0, 1)
     assert every.acceptance_by_position == [1, 1]
     assert every.tokens_per_step == pytest.approx(3, abs=0.1)  # the last step of a request has fewer drafts
