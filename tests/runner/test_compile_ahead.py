@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.ahead import compilation as ahead, pool
 from deepseek_attn.runner.ahead.compilation import Compilation, compiling_ahead, launching
@@ -54,7 +56,7 @@ from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.support.small_models import two_layers
 from tests.support.tiers import EXHAUSTIVE
-from tests.support.typed import required
+from tests.support.typed import required, untyped
 from tests.support.v41_cases import tiny_for_kernels
 
 H200 = GPU((9, 0), 132)
@@ -103,6 +105,12 @@ def random_step(rng, layout):
     new[:decodes] = [1] * decodes
     new = [min(n, layout.max_model_len) for n in new]
     return [(n, n if rng.random() < 0.3 else size(n, layout.max_model_len)) for n in new]
+
+
+def test_a_request_reaches_another_process():
+    """Ranks that write into each other's memory compile ahead too: the memory stays here."""
+    ranks = Parallel(1, 2, True, peers=untyped(threading.Lock()))
+    assert pickle.loads(pickle.dumps(request_of("tiny", parallel=ranks))).parallel == Parallel(1, 2, True)
 
 
 CASES = [

@@ -78,6 +78,8 @@ class RunnerRequest:
             config = dataclasses.replace(config, layers=present, mtp_layers=())
         kept = representatives(config, headers)
         config = dataclasses.replace(config, layers=tuple(layer for layer in config.layers if layer.index in kept))
+        if (ranks := facts.get("parallel")) is not None:
+            facts["parallel"] = Parallel(ranks.rank, ranks.world, ranks.dp_attention)  # other processes lack its memory
         headers = {name: info for name, info in headers.items() if (layer_of(name) in kept or layer_of(name) is None)}
         return cls(config, headers, **facts)
 
