@@ -2,8 +2,9 @@
 
     python scripts/bench_fastllm.py [--python PYTHON] [--model DIR] [--prompt 1024] [--decode 64] [--threads 1]
 
-PYTHON is an interpreter with the packages ftllm, pillow and transformers. Each program runs in a process of its own
-and waits while the other computes; both continue the same random tokens greedily, after a round that is not timed.
+PYTHON is an interpreter with the packages ftllm, pillow and transformers. Each program runs in a process of its own,
+which is stopped while the other computes: fastllm has a thread, on a core of its choice, that spins between requests.
+Both continue the same random tokens greedily, after a round that is not timed.
 fastllm loads the weights as float16, deepseek-attn computes in float32. Before the timing, the logits after prompts of
 several lengths are compared: ours in float32, ours with the FP8 inputs of the published implementation (`official`
 numerics), and fastllm's. Greedy texts part where two tokens are nearly as likely, so the number of tokens before the
@@ -13,11 +14,13 @@ first difference, printed after the timing, says less. The last line is one JSON
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -146,12 +149,16 @@ class Worker:
 
     def serve(self, prompt: list[int], count: int):
         """The reply of `Serve`, or of `Logits` for no new tokens."""
+        self.process.send_signal(signal.SIGCONT)
         stdin = self.pipe(self.process.stdin)
         stdin.write(json.dumps([prompt, count]) + "\n")
         stdin.flush()
-        return self.reply()
+        reply = self.reply()
+        self.process.send_signal(signal.SIGSTOP)
+        return reply
 
     def close(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
         self.pipe(self.process.stdin).close()
         self.process.wait()
 
@@ -186,6 +193,8 @@ def main() -> None:
 
     vocab, draw = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"], random.Random(0)
     workers = [Worker(name, args.python if name == "fastllm" else sys.executable, args) for name in PROGRAMS]
+    for worker in workers:
+        atexit.register(worker.close)
     compared = [distances(workers, [draw.randrange(3, vocab) for _ in range(length)]) for length in LENGTHS]
     print("logits after a prompt, distance to ours in float32 (share of the norm) and the same first choice:")
     for length, row in zip(LENGTHS, compared, strict=True):
@@ -200,8 +209,6 @@ def main() -> None:
         agreed.append(next((i for i, (a, b) in pairs if a != b), min(len(theirs), len(ours))))
         for name, (prefill, decode, _) in replies.items() if number else ():
             times[name].append((prefill, decode))
-    for worker in workers:
-        worker.close()
 
     seconds = {
         name: dict(zip(("prefill", "decode"), map(statistics.median, zip(*rows, strict=True)), strict=True))
