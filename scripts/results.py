@@ -640,9 +640,9 @@ def targets(data: Data) -> Subject:
         ratio = pair[0]["microseconds"] / pair[1]["microseconds"] if pair[0] and pair[1] else None
         over.setdefault(f"H200, B = {batch}" if batch else "H200, prefill 4096", []).append(ratio)
     add(f"V4.1-Flash's layers, `official` over `serving`: {', '.join(both)}", 1.5, over,
-        "issue slots: 32 cycles of the tensor cores for 32 channels beside 68 instructions; measured before the output "
-        "projection was split in three, which takes 20 us instead of 31 alone at one token",
-        "h200_v41_layers.json", "h200_v41_linears.json")  # fmt: skip
+        "keys of 528 and 288 bytes, decoded in both formats by 2,804 instructions for 64 keys, take 99 us of C2 "
+        "reuse's 218 for 128 requests, `serving`'s 43; linears: 32 cycles of the tensor cores for 32 channels beside "
+        "68 instructions", "h200_v41_layers.json", "h200_v41_linears.json")  # fmt: skip
     points = {"model": "v41_flash", "numerics": "serving", "batch": 1}
     alone = find(data("h200_v41.json")["v4"], kind="C4A", batch=1, context=8192)
     c4a = find(peers["H200"], phase="decode", model="flash", kind="c4a", context=8192, batch=1)
@@ -656,13 +656,13 @@ def targets(data: Data) -> Subject:
         row, other = find(v41, **points, kind=kind), like["C4A" if kind.endswith(("full", "reindex")) else "SWA"]
         floors.append(row["microseconds"] / row["floor_us"] / other if row and other else None)
     add(f"x floor of V4.1-Flash's {', '.join(kinds)} over that of V4-Flash's SWA or C4A, B = 1, 8K", 1.0,
-        {"H200": floors}, "launches one after the other: a selection adds 26 us, making entries 13",
+        {"H200": floors}, "launches one after the other: a selection adds 26 us, making entries 14",
         "h200_v41_layers.json", "h200_v41.json", "h200_beside_vllm.json")  # fmt: skip
     run = data("cpu_fastllm.json")
     pairs = {one["cores"]: list(one["ratio"].values()) for one in (*run["pinned"], run)}
     add("Small model on a CPU, prefill of 1024 tokens and decode, over fastllm's time", 1.0, pairs,
-        "decode: 22 MB of float32 weights a token, 1.1 ms at 20 GB/s, where fastllm has float16; 813 calls, 1.5 to "
-        "2 us each. Since these runs steps are [recorded](notebook.md#cpu-recorded-decode-steps): 0.55 of the time",
+        "decode: 22 MB of float32 weights a token, 1.1 ms at 20 GB/s, where fastllm has float16; 813 "
+        "[recorded](notebook.md#cpu-recorded-decode-steps) calls, 1.5 to 2 us each",
         "cpu_fastllm.json")  # fmt: skip
     two, goals = data("h200_ranks.json")["runs"][0]["rows"], ((1, 4.8), (32, 12.0))
     alone = [row for row in two if row.get("sums") == "as it is"]
@@ -680,7 +680,8 @@ def targets(data: Data) -> Subject:
         found = [row["speedup"] for row in lots if (row["batch"], row["acceptance"]) == (batch, rate)]
         gains.setdefault(f"B = {batch}", []).append(max(found))
     add("V4-Flash's tokens/s with the best of 1 to 3 drafts over none, 60, then 85 % right, H200", 1.0, gains,
-        "experts that only drafts choose: the first adds 1.4 ms to a step of 5.2 at B = 1, 4.4 to 11.0 at 8",
+        "experts that only drafts choose: the first adds 1.5 ms to a step of 5.3 at B = 1, 5.2 to 11.2 at 8, 8.2 to "
+        "22.9 at 32",
         "h200_speculation.json", least=True)  # fmt: skip
     return Subject(
         "Targets of speed",
