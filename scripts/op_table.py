@@ -114,9 +114,9 @@ def is_kernel(at: Name) -> bool:
 
 @cache
 def table_name(at: Name) -> str:
-    """The name of a launch table, the first argument of ``Table`` or ``one_kernel``; empty for anything else."""
+    """The name of a launch table, the first argument of the call that makes it; empty for anything else."""
     value = definitions(at.module).get(at.name)
-    if isinstance(value, ast.Call) and getattr(value.func, "id", "") in ("Table", "one_kernel"):
+    if isinstance(value, ast.Call) and getattr(value.func, "id", "") in ("Table", "one_kernel", "given_kernels"):
         return ast.literal_eval(value.args[0])
     return ""
 

@@ -25,8 +25,6 @@ INPUTS, BETWEEN, HEAD = "inputs of a step", "between layers", "head"
 
 LIBRARIES = ("cuBLAS", "FlashMLA", "torch")
 """Values of `Row.kernel` that are no kernels of this package."""
-GPU_FACTS = ("native_fp8", "pdl", "gpu")
-"""Fields of plans that follow from the GPU alone, and are left out."""
 
 
 @dataclass(frozen=True)
@@ -189,11 +187,10 @@ def lines(plans: Sequence[Planned], launches: Sequence[Variant]) -> list[PlanLin
 
 
 def derived_fields(plan: Any) -> dict[str, Any]:
-    """Fields of a plan that hold no choice, by name, without `GPU_FACTS`."""
+    """Fields of a plan that hold no choice, by name."""
     if isinstance(plan, Choice) or not is_dataclass(plan):
         return {}
-    values = {each.name: getattr(plan, each.name) for each in fields(plan)}
-    return {name: value for name, value in values.items() if name not in GPU_FACTS and not choices_of(value)}
+    return {name: value for name, value in vars(plan).items() if not choices_of(value)}
 
 
 def brief(value: Any) -> str:

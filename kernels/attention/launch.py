@@ -122,7 +122,13 @@ def launch(
 ) -> None:  # fmt: skip
     """Attends to ``keys`` of one or two pools, into ``outputs``, or of raw queries into the tensors of ``raw``."""
     (T, H, dim), kernel, tiles, combine = q.shape, plan.attend.kernel, plan.attend.config, plan.combine
-    parts = outputs if combine is None else _empty_partials(plan, q, d_v, outputs.largest is not None)
+    parts = outputs
+    if combine is not None:  # split-K partials, without the sink: the combining launch adds it
+        dtype = torch.float16 if plan.dtype == torch.float16 else torch.float32
+        partials = torch.empty(T, plan.splits, H, d_v, dtype=dtype, device=q.device)
+        lse = torch.empty(T, plan.splits, H, dtype=torch.float32, device=q.device)
+        largest = None if outputs.largest is None else torch.empty_like(lse)
+        parts = AttendOutputs(partials, 0, 0, lse, largest, None)
     queries = AttendQueries(q, q.stride(0), q.stride(1), scale * LOG2E)
     pools = [AttendPool(key.pool, key.pool.stride(0), key.indices, key.indices.stride(0), key.lens) for key in keys]
     widths, limits = [key.indices.shape[1] for key in keys], [key.limit for key in keys]
@@ -136,7 +142,8 @@ def launch(
     grid, options = (T * blocks, plan.splits), launch_options(tiles.warps, plan.attend.pdl)
     if kernel == "attend_rows_hopper_kernel":
         rows = queries, pools[0], parts, H, T * blocks, widths[0], limits[0]
-        attend_rows_hopper_kernel[(plan.programs,)](*rows, DIM=dim, **launch_options(tiles.warps))
+        grid = (min(T * blocks, gpu(q.device).multiprocessors),)
+        attend_rows_hopper_kernel[grid](*rows, DIM=dim, **launch_options(tiles.warps))
     elif kernel == "attend_v32_hopper_kernel":
         attend_v32_hopper_kernel[grid](queries, pools[0], parts, H, widths[0], limits[0], SHAPE=shape, **options)
     elif kernel == "attend_hopper_kernel":
@@ -149,15 +156,6 @@ def launch(
         attention_combine_kernel[grid](parts, outputs, raw, H, plan.splits, SHAPE=shape, **combine.options)
         if parts.largest is not None:
             torch.amax(parts.largest, 1, out=outputs.largest)
-
-
-def _empty_partials(plan: AttendPlan, q: Tensor, d_v: int, with_largest: bool) -> AttendOutputs:
-    """Split-K partials, without the sink: with one split the kernel would add it, and the combining launch again."""
-    T, H, _ = q.shape
-    dtype = torch.float16 if plan.dtype == torch.float16 else torch.float32
-    partials = torch.empty(T, plan.splits, H, d_v, dtype=dtype, device=q.device)
-    lse = torch.empty(T, plan.splits, H, dtype=torch.float32, device=q.device)
-    return AttendOutputs(partials, 0, 0, lse, torch.empty_like(lse) if with_largest else None, None)
 
 
 def dequantize_and_gather_k_cache(

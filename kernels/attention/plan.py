@@ -239,14 +239,12 @@ class AttendPlan:
         attend: kernel and tiles; splits: of the keys of a query.
         combine: the launch that combines splits, or rotates and quantises; None if ``attend`` writes the result.
         dtype: of products, and of split-K partials where it is float16; others are float32.
-        programs: of the persistent `attend_rows_hopper_kernel`.
     """
 
     attend: Choice
     splits: int
     combine: Choice | None
     dtype: torch.dtype
-    programs: int
 
 
 def attend_plan(problem: AttendProblem, gpu: GPU, choice: Choice, splits: int) -> AttendPlan:
@@ -254,8 +252,7 @@ def attend_plan(problem: AttendProblem, gpu: GPU, choice: Choice, splits: int) -
     # `attend_hopper_kernel` stores 512 channels of a head as FP8 itself
     last = splits == 1 and (not problem.raw_q or (choice.kernel == "attend_hopper_kernel" and problem.dim == 512))
     combine = None if last else COMBINE.choose(CombineProblem(splits, problem.d_v, problem.raw_q), gpu)
-    programs = min(problem.queries * cdiv(problem.heads, choice.config.heads), gpu.multiprocessors)
-    return AttendPlan(choice, splits, combine, problem.product_dtype, programs)
+    return AttendPlan(choice, splits, combine, problem.product_dtype)
 
 
 @planner("attention.attend")

@@ -84,17 +84,14 @@ GROUPED = has("grouped")
 _DATA = "h200_narrow_products.json: rows"
 
 # From 64 rows on Triton takes the instructions of a warpgroup: 128 rows times 16,384 channels of 25 columns take 5.7 us
-# instead of 17. Tiles of 128 x 128 read less shared memory: 63 us instead of 76 at 4096 x 4096 x 256.
+# instead of 17.
 PRODUCTS = one_kernel(
     "common.float32_product",
     "float32_product_kernel",
-    (~BF16 & up_to("planned_rows", 16), Float32ProductTiles(16, 32)),
     (~BF16, Float32ProductTiles(32, 32)),
     (GROUPED & above("columns", 64) & ONE_TERM & at_least("rows", 2 * GROUPED_ROWS), Float32ProductTiles(128, 64, 4)),
     (GROUPED & above("columns", 64) & ONE_TERM, Float32ProductTiles(64, 64, 4)),
-    (GROUPED & above("columns", 64), Float32ProductTiles(128, 128, warps=8)),
     (GROUPED & up_to("columns", 32), Float32ProductTiles(128, 32), _DATA),
-    (GROUPED, Float32ProductTiles(128, 64)),
     (up_to("planned_rows", 16), Float32ProductTiles(16, 32)),
     (ONE_TERM & up_to("planned_rows", 64), Float32ProductTiles(32, 32)),
     (ANY, Float32ProductTiles(64, 32), _DATA),

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 from types import ModuleType
@@ -125,6 +125,13 @@ class RowsProblem:
     def planned_rows(self) -> int:
         """Rows that the launch is configured for."""
         return MANY_ROWS if self.batch_invariant else self.rows
+
+
+@dataclass(frozen=True)
+class KernelRows(RowsProblem):
+    """Rows of a launch of the given ``kernel``, or of a launch that prepares the input of that kernel."""
+
+    kernel: str = ""
 
 
 class LaunchBlock(NamedTuple):
@@ -250,6 +257,11 @@ def one_kernel(name: str, kernel: str, *rows: tuple[Any, ...]) -> Table[Any]:
     return Table(name, {kernel: ANY}, [Row(when, kernel, *rest) for when, *rest in rows])
 
 
+def given_kernels(name: str, *rows: tuple[Any, ...]) -> Table[KernelRows]:
+    """A table whose problems name the kernel; rows: kernel, configuration and source."""
+    return Table(name, {row[0]: equals("kernel", row[0]) for row in rows}, [Row(ANY, *row) for row in rows])
+
+
 def tables_in(module: ModuleType) -> list[Table]:
     """The tables of a family's ``plan.py``, in its order."""
     return [value for value in vars(module).values() if isinstance(value, Table)]
@@ -338,11 +350,7 @@ def choices_of(plan: Any) -> list[Choice]:
     """The choices in a plan, in the order of its fields."""
     if isinstance(plan, Choice):
         return [plan]
-    parts: Sequence[Any] = ()
-    if isinstance(plan, tuple | list):
-        parts = plan
-    elif is_dataclass(plan):
-        parts = [getattr(plan, field.name) for field in fields(plan)]
+    parts = vars(plan).values() if is_dataclass(plan) else plan if isinstance(plan, tuple | list) else ()
     return [choice for part in parts for choice in choices_of(part)]
 
 

@@ -53,7 +53,7 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_post`."""
     made = POSTS.plan(_problem(streams), gpu(streams.device))
-    return _launch_post(made, _update(SublayerOutput(y, streams, post, comb))).new
+    return _launch_post(made, _update(SublayerOutput(y, streams, post, comb)))
 
 
 def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
@@ -62,8 +62,7 @@ def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
 
 
 def _problem(streams: Tensor, update: bool = False) -> StreamsProblem:
-    rows, m, channels = streams.shape
-    return StreamsProblem(rows, m, channels, update, batch_invariant())
+    return StreamsProblem(len(streams), streams.shape[2], batch_invariant(), update)
 
 
 def _update(streams: Tensor | SublayerOutput) -> StreamUpdate:
@@ -87,56 +86,38 @@ def launch(
     Args:
         hc: parameters; with 0 iterations, of the model's head, which has one scale and neither post nor comb.
         pre: ``[T, m]``, weights that collapse the streams; the weights computed from ``hc`` go to ``next_pre``.
+
+    Without iterations, post and comb of the result are uninitialised.
     """
     _check(streams.streams if isinstance(streams, SublayerOutput) else streams, hc, pre)
     update = _update(streams)
     made = plan(_problem(update.streams, update.y is not None), gpu(update.streams.device))
     if made.update is not None:
-        new = _launch_post(made.update, update).new
-        update = StreamUpdate(None, new, None, None, None)
-    T, m, D = update.streams.shape
+        update = _update(_launch_post(made.update, update))
+    (T, m, D), device, tiles = update.streams.shape, update.streams.device, made.product.config
     if made.product.kernel == "hc_mix_kernel":
-        sums = _launch_mix(made.product, update, hc.fn)
+        grid = cdiv(D, tiles.channels), cdiv(T, tiles.tokens)
+        sums = torch.empty(grid[0], T, len(hc.fn) + 1, dtype=torch.float32, device=device)
+        if T:
+            options = {"ROWS": len(hc.fn), "TILES": tiles, **pdl_options(4, made.product.pdl)}
+            hc_mix_kernel[grid](update, hc.fn, sums, T, D=D, M=m, **options)
     else:
         sums = float32_product(update.streams.view(T, m * D), hc.fn, SPLIT, squares=True, grouped_rows=MANY_TOKENS).sums
-    return collapse(made.collapse, update.streams if update.new is None else update.new, sums, hc, pre, next_pre)
-
-
-def collapse(
-    plan: Choice, streams: Tensor, sums: Tensor, hc: HyperConnection, pre: Tensor | None, next_pre: Tensor | None
-) -> SublayerInput:
-    """Collapses streams by the product ``sums [splits, T, len(hc.fn) + 1]``; see `launch`.
-
-    Without iterations post and comb are left uninitialised.
-    """
-    (T, m, D), device = streams.shape, streams.device
-    x = torch.empty(T, D, dtype=streams.dtype, device=device)
+    new = update.streams if update.new is None else update.new
+    x = torch.empty(T, D, dtype=new.dtype, device=device)
     post = torch.empty(T, m, dtype=torch.float32, device=device)
     comb = torch.empty(T, m, m, dtype=torch.float32, device=device)
-    args = CollapseArguments(
-        streams, pre, sums, hc.base, hc.scale, hc.norm, x, next_pre, post, comb, hc.rms_eps, hc.hc_eps
-    )
-    _launch_collapse(plan, args, hc.iterations)
-    return SublayerInput(streams, x, post, comb)
+    results = x, next_pre, post, comb
+    args = CollapseArguments(new, pre, sums, hc.base, hc.scale, hc.norm, *results, hc.rms_eps, hc.hc_eps)
+    _launch_collapse(made.collapse, args, hc.iterations)
+    return SublayerInput(new, x, post, comb)
 
 
-def _launch_post(plan: Choice, update: StreamUpdate) -> StreamUpdate:
+def _launch_post(plan: Choice, update: StreamUpdate) -> Tensor:
     (T, m, D), block = update.streams.shape, plan.config.size
     if T:
         hc_post_kernel[(T, cdiv(D, block))](update, D=D, M=m, BLOCK=block, **plan.options)
-    return update
-
-
-def _launch_mix(plan: Choice, update: StreamUpdate, fn: Tensor) -> Tensor:
-    """Updates the streams if there is an update; partial sums ``[splits, T, len(fn) + 1]`` of their product."""
-    (T, m, D), rows, tiles = update.streams.shape, len(fn), plan.config
-    splits = cdiv(D, tiles.channels)
-    sums = torch.empty(splits, T, rows + 1, dtype=torch.float32, device=fn.device)
-    if T:
-        hc_mix_kernel[(splits, cdiv(T, tiles.tokens))](
-            *(update, fn, sums, T), D=D, M=m, ROWS=rows, TILES=tiles, **pdl_options(4, plan.pdl)
-        )
-    return sums
+    return update.new
 
 
 def _launch_collapse(plan: Choice, args: CollapseArguments, iterations: int) -> None:

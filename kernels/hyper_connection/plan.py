@@ -14,6 +14,7 @@ from deepseek_attn.kernels.common.plans import (
     Choice,
     LaunchBlock,
     Row,
+    RowsProblem,
     Table,
     condition,
     has,
@@ -28,14 +29,10 @@ MANY_TOKENS = 1024  # tokens from which the product and the collapse work on man
 
 
 @dataclass(frozen=True)
-class StreamsProblem:
-    """Streams ``[tokens, streams, channels]`` between two sublayers; ``update``: an output updates them first."""
+class StreamsProblem(RowsProblem):
+    """Streams of ``rows`` tokens between two sublayers; ``update``: an output updates them first."""
 
-    tokens: int
-    streams: int
-    channels: int
     update: bool = False
-    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class StreamsPlan:
 
 @condition
 def _little_output(p: StreamsProblem, gpu: GPU) -> bool:
-    return p.tokens * p.channels < 1 << 18 and not p.batch_invariant
+    return p.rows * p.channels < 1 << 18 and not p.batch_invariant
 
 
 def _post_tiles(most: int) -> Callable[[StreamsProblem, GPU], LaunchBlock]:
@@ -83,7 +80,7 @@ def _post_tiles(most: int) -> Callable[[StreamsProblem, GPU], LaunchBlock]:
 
 def _balanced_tokens(p: StreamsProblem, gpu: GPU) -> LaunchBlock:
     """Tokens of a program that computes post and comb; it holds all partial sums, which are few for many tokens."""
-    return LaunchBlock(128 if p.tokens >= MANY_TOKENS and not p.batch_invariant else 1)
+    return LaunchBlock(128 if p.rows >= MANY_TOKENS and not p.batch_invariant else 1)
 
 
 _GROUPS = "h200_narrow_products.json: rows_of_groups"
@@ -95,8 +92,8 @@ PRODUCTS = Table(
     "hyper_connection.product",
     {"hc_mix_kernel": ~has("batch_invariant"), "float32_product_kernel": ANY},
     [
-        Row(up_to("tokens", 8), "hc_mix_kernel", MixTiles(1, 64, updates=True), "h200_hyper_connections.json: rows"),
-        Row(up_to("tokens", 32), "hc_mix_kernel", MixTiles(4, 32)),
+        Row(up_to("rows", 8), "hc_mix_kernel", MixTiles(1, 64, updates=True), "h200_hyper_connections.json: rows"),
+        Row(up_to("rows", 32), "hc_mix_kernel", MixTiles(4, 32)),
         Row(ANY, "float32_product_kernel", None, _GROUPS),
     ],
 )

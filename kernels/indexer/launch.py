@@ -16,6 +16,7 @@ from deepseek_attn.kernels.common.counters import counters_of
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import (
+    KernelRows,
     RowsProblem,
     SharedLaunch,
     cdiv,
@@ -38,7 +39,6 @@ from deepseek_attn.kernels.indexer.plan import (
     QUERIES,
     SCORES,
     TOPK,
-    IndexQueryProblem,
     ScoresProblem,
     TopkProblem,
 )
@@ -116,7 +116,7 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> SharedLaunch:
     check("q", q, (T, dim * H))
     out = torch.empty(T, H, dim, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
     out_weights = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    plan = QUERIES.plan(IndexQueryProblem(T, dim, kernel=kernel), gpu(q.device))
+    plan = QUERIES.plan(KernelRows(T, dim, kernel=kernel), gpu(q.device))
     args = IndexQueryArgs(
         q, weights, cos_sin, rows.positions, out if fmt == "plain" else out.view(torch.uint8), out_weights, rows.scale,
         len(cos_sin), q.stride(0), weights.stride(0),

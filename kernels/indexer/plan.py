@@ -16,6 +16,7 @@ from deepseek_attn.kernels.common.plans import (
     cdiv,
     condition,
     equals,
+    given_kernels,
     has,
     next_power_of_2,
     one_kernel,
@@ -257,23 +258,11 @@ ENTRIES = one_kernel("indexer.candidate_entries", "candidate_entries_kernel", (A
 # --- queries ---
 
 
-@dataclass(frozen=True)
-class IndexQueryProblem(RowsProblem):
-    """Index queries of ``tokens`` tokens; ``kernel`` computes them alone, or together with the layer's queries."""
-
-    kernel: str = "index_query_kernel"
-
-
-QUERY_KERNELS = {
-    "index_query_kernel": "h100_tune_v32.json: indexer.queries",
-    "queries_kernel": "h100_tune_v4_flash.json: indexer.queries",
-    "latent_queries_kernel": "h100_tune_v32.json: indexer.queries",
-}
-"""Kernels with the source of their rows."""
-# a head is computed by one program: its bits do not depend on the plan
-QUERIES: Table[IndexQueryProblem] = Table(
+# Index queries alone, or together with the layer's queries. A head is computed by one program: its bits do not depend
+# on the plan. Heads of one program, and warps as in `absorb_launch`, since the layer's heads are in the launch.
+QUERIES = given_kernels(
     "indexer.queries",
-    {kernel: equals("kernel", kernel) for kernel in QUERY_KERNELS},
-    # heads of one program, and warps as in `absorb_launch`, since the layer's heads are in the launch
-    [Row(ANY, kernel, LaunchBlock(16, 4), source) for kernel, source in QUERY_KERNELS.items()],
+    ("index_query_kernel", LaunchBlock(16, 4), "h100_tune_v32.json: indexer.queries"),
+    ("queries_kernel", LaunchBlock(16, 4), "h100_tune_v4_flash.json: indexer.queries"),
+    ("latent_queries_kernel", LaunchBlock(16, 4), "h100_tune_v32.json: indexer.queries"),
 )

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import contiguous_rows
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.plans import cdiv, launch_options, next_power_of_2
-from deepseek_attn.kernels.indices.plan import INDICES, IndexProblem
+from deepseek_attn.kernels.common.plans import KernelRows, cdiv, launch_options, next_power_of_2
+from deepseek_attn.kernels.indices.plan import INDICES
 from deepseek_attn.kernels.indices.reference import check_combine, check_positive, check_rows, check_step
 from deepseek_attn.kernels.indices.step_indices_triton import (
     BlockTable,
@@ -135,7 +135,7 @@ def combine_topk_swa_indices(
 
 def _block(kernel: str, rows: Tensor, tokens: int, width: int = 1) -> int:
     """Tokens or columns of one program, as a kernel's plan has them."""
-    return INDICES.plan(IndexProblem(kernel, tokens, width), gpu(rows.device)).config.size
+    return INDICES.plan(KernelRows(tokens, width, kernel=kernel), gpu(rows.device)).config.size
 
 
 def _table(block_table: Tensor) -> BlockTable:

@@ -90,7 +90,7 @@ def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | No
 def _problem(x: Tensor, weight: LatentWeight, quantize: bool = False) -> LatentProblem:
     if x.dtype not in FLOATS:
         raise ValueError(f"queries and latents are float32, bfloat16 or float16, got {x.dtype}")
-    return LatentProblem(len(x), weight.shape[1], x.dtype, weight.scale is not None, quantize, batch_invariant())
+    return LatentProblem(len(x), weight.shape[1], batch_invariant(), x.dtype, weight.scale is not None, quantize)
 
 
 def dequantize_weight(weight: LatentWeight, dtype: torch.dtype, plan: LatentPlan) -> Tensor:

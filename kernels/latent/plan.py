@@ -14,6 +14,7 @@ from deepseek_attn.kernels.common.plans import (
     Choice,
     LaunchBlock,
     Row,
+    RowsProblem,
     Table,
     condition,
     has,
@@ -29,28 +30,24 @@ MAX_NOPE = 256
 
 
 @dataclass(frozen=True)
-class LatentProblem:
+class LatentProblem(RowsProblem):
     """Products of heads with a half of ``kv_b_proj``, into the latent space or out of it.
 
+    ``rows`` are tokens, ``channels`` those of a head outside the latent space: ``nope`` of a query, or ``v_head_dim``.
+
     Attributes:
-        tokens: of the step.
-        channels: of a head outside the latent space: ``nope`` of a query, or ``v_head_dim``.
         dtype: of the input and of a plain weight; fp8_weight: the weight is FP8 with block scales.
         quantize: the values are also wanted as FP8, if that needs no further launch.
-        batch_invariant: results of a token must not depend on the number of tokens.
     """
 
-    tokens: int
-    channels: int
-    dtype: torch.dtype
-    fp8_weight: bool
+    dtype: torch.dtype = torch.bfloat16
+    fp8_weight: bool = False
     quantize: bool = False
-    batch_invariant: bool = False
 
     @property
     def token_tile(self) -> int:
         """Tokens of a program: 8, 16, 32 or 64; 64 where the order of sums must not depend on their number."""
-        return 64 if self.batch_invariant else min(64, max(8, next_power_of_2(self.tokens)))
+        return 64 if self.batch_invariant else min(64, max(8, next_power_of_2(self.rows)))
 
 
 class AbsorbTiles(NamedTuple):
@@ -117,7 +114,7 @@ def small_m(problem: LatentProblem, gpu: GPU) -> bool:
     On an H200 with 128 heads, blocks of 64 tokens took 17.7 us at 128 tokens and cuBLAS 16.0 us, with a weight of 17 MB
     in bf16; to write that from FP8 for cuBLAS moves 25 MB more.
     """
-    return problem.tokens <= (128 if problem.fp8_weight else 64)
+    return problem.rows <= (128 if problem.fp8_weight else 64)
 
 
 @condition

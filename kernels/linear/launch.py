@@ -18,6 +18,7 @@ from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import Choice, RowsProblem, cdiv, launch_options
 from deepseek_attn.kernels.common.quant import InputFormat, QuantizedRows, empty_quantized_rows
+from deepseek_attn.kernels.common.rows import check_rotation
 from deepseek_attn.kernels.linear.cublas import by_cublas
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment
 from deepseek_attn.kernels.linear.launch_products import LAUNCHES, Operands
@@ -78,11 +79,11 @@ def grouped_linear(
     if (positions is None) != (cos_sin is None):
         raise ValueError("positions and cos_sin go together: give both, or neither to leave the heads unrotated")
     check("positions", positions, (M,), INTS)
-    check("cos_sin", cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
-    if cos_sin is not None and (d % 2 or cos_sin.shape[1] % 2 or cos_sin.shape[1] > d):
-        raise ValueError(f"pairs of channels are rotated: d and rope_dim must be even, got {d} and {cos_sin.shape[1]}")
+    rope = None
+    if positions is not None and cos_sin is not None:
+        check_rotation(d, cos_sin)
+        rope = Rope(positions, cos_sin, d)
     x = o.flatten(1) if o.stride(1) == d and o.stride(2) == 1 else o.contiguous().flatten(1)
-    rope = None if positions is None or cos_sin is None else Rope(positions, cos_sin, d)
     return _diagonal_blocks(x, segment, groups, None, rope)
 
 
@@ -192,7 +193,7 @@ def launch(
             if product.quantizes_output:
                 output = empty_quantized_rows(len(x), len(chosen[0].weight), x.device, pow2_scales)
             launch_product = LAUNCHES[product.choice.kernel]
-            launch_product(plan.gpu, product, Operands(x, rows, chosen, results, output, groups))
+            launch_product(product, Operands(x, rows, chosen, results, output, groups))
         outs |= zip(product.weights, results, strict=True)
     return [outs[i] for i in range(len(segments))], output
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.counters import counters_of
-from deepseek_attn.kernels.common.device import GPU, fp8_view
+from deepseek_attn.kernels.common.device import fp8_view, gpu
 from deepseek_attn.kernels.common.plans import launch_options
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -61,7 +61,7 @@ class Operands(NamedTuple):
     groups: int
 
 
-def launch_triton(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
+def launch_triton(product: ProductPlan, operands: Operands) -> None:
     """Launches `multi_linear_kernel`."""
     x, quantized, segments, outs, _, groups = operands
     config, K, count = product.choice.config, x.shape[1] // groups, len(product.fp8.SIZES)
@@ -83,15 +83,15 @@ def launch_triton(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
         tuple(outs[count:]),
         _scratch(product, x, x),
         len(x),
-        CONSTANTS=LinearConstants(K, config, input_format.pow2_scales, gpu.native_fp8, gpu.pdl),
+        CONSTANTS=LinearConstants(K, config, input_format.pow2_scales, product.choice.native_fp8, product.choice.pdl),
         FP8=WeightFormat(product.fp8, group, True, mode, *dot),
         PLAIN=WeightFormat(product.plain, PLAIN_CHANNELS, False, "plain", *plain_dot),
         num_stages=config.stages,
-        **launch_options(config.warps, gpu.pdl),
+        **launch_options(config.warps, product.choice.pdl),
     )
 
 
-def launch_hopper(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
+def launch_hopper(product: ProductPlan, operands: Operands) -> None:
     """Launches `linear_hopper_kernel`."""
     x, quantized, segments, outs, output, groups = operands
     if quantized is None:
@@ -111,7 +111,7 @@ def launch_hopper(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
         *(K, config, 128 // fp8[0].input_format.group, product.fp8, product.plain),
         *(TRITON_DTYPES[x.dtype], pow2_scales, later_registers),
     )
-    linear_hopper_kernel[(min(product.jobs, gpu.multiprocessors),)](
+    linear_hopper_kernel[(min(product.jobs, gpu(x.device).multiprocessors),)](
         _tiled(q, [config.tokens, 128], _BYTES),
         _tiled(q_scale.t(), [1, tiling.SCALES], _SCALES),
         _tiled(x, [config.tokens, 64], _PLAIN) if plain else None,
@@ -131,7 +131,7 @@ def launch_hopper(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
     )
 
 
-def launch_decode(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
+def launch_decode(product: ProductPlan, operands: Operands) -> None:
     """Launches `linear_decode_hopper_kernel`."""
     x, quantized, segments, outs, output, groups = operands
     source, config = DecodeInput(x, x.stride(0), 0, x, 0), product.choice.config
@@ -139,7 +139,7 @@ def launch_decode(gpu: GPU, product: ProductPlan, operands: Operands) -> None:
         q, q_scale, _ = quantized
         source = DecodeInput(q, q.stride(-2), q.stride(0) if groups > 1 else 0, q_scale, q_scale.stride(1))
     K, pow2_scales = segments[0].weight.shape[1], segments[0].input_format.pow2_scales
-    linear_decode_hopper_kernel[(min(product.jobs, gpu.multiprocessors),)](
+    linear_decode_hopper_kernel[(min(product.jobs, gpu(x.device).multiprocessors),)](
         source,
         *_tiled_weights(segments, [config.rows, 128], _BYTES, HOPPER_FP8_WEIGHTS),
         tuple(one.scale for one in segments),

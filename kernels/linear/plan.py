@@ -402,7 +402,7 @@ def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
         else:
             left += run
     products += [_product(problem, places, gpu) for places in _launches(problem, left, gpu)]
-    return LinearPlan(input_plan, quantizes, rounds, tuple(products), gpu)
+    return LinearPlan(input_plan, quantizes, rounds, tuple(products))
 
 
 @planner("linear.empty_quantized")

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import MANY_ROWS
 from deepseek_attn.kernels.common.plans import Choice, cdiv
 from deepseek_attn.kernels.common.quant import InputFormat
@@ -247,11 +246,9 @@ class LinearPlan:
             no launch.
         quantizes, rounds: what the ``input`` launch does.
         products: launches of the products.
-        gpu: target of the plan.
     """
 
     input: Choice | None
     quantizes: bool
     rounds: bool
     products: tuple[ProductPlan, ...]
-    gpu: GPU

@@ -301,7 +301,7 @@ def _multiply_tile(
     """
     channel = (row_block * TILING.TILES.warpgroups + WARPGROUP) * (32 if TILING.GATED else 64)
     PARTS: gl.constexpr = (SIZE + TILING.TILES.part - 1) // TILING.TILES.part
-    if TILING.CHANNELS == 256:
+    if TILING.TILES.channels == 256:
         parts = ()
         last, ring = _sum_pairs(exponent, ring, buffers, SIZE, WARPGROUP, TILING)
     else:
@@ -377,7 +377,7 @@ def experts_hopper_kernel(
     GROUPS: gl.constexpr = TILING.TILES.warpgroups
     REGISTERS: gl.constexpr = TILING.REGISTERS
     LOADERS: gl.constexpr = TILING.LOADERS
-    BLOCKS: gl.constexpr = TILING.CHANNELS // 128
+    BLOCKS: gl.constexpr = TILING.TILES.channels // 128
     BOXES: gl.constexpr = GROUPS if BLOCKS == 1 else 1
     WEIGHTS: gl.constexpr = BOXES * STAGES * (2 if TILING.GATED else 1)
     ROWS: gl.constexpr = (32 if TILING.GATED else 64) * GROUPS // BOXES
@@ -385,7 +385,7 @@ def experts_hopper_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if TILING.FP4:
-        HALF: gl.constexpr = TILING.CHANNELS // 2
+        HALF: gl.constexpr = TILING.TILES.channels // 2
         w_buffer = gl.allocate_shared_memory(gl.uint8, [WEIGHTS, ROWS, HALF], gl.NVMMASharedLayout(HALF, 8, 2))
     else:
         w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [WEIGHTS, ROWS, 128], _WEIGHT)

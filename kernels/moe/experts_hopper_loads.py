@@ -74,8 +74,8 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
     With ``WAIT``, first waits for earlier launches, which write the tiles or the weights (`copy_experts_kernel`).
     """
     STAGES: gl.constexpr = TILING.STAGES
-    BLOCKS: gl.constexpr = TILING.CHANNELS // 128
-    STEP: gl.constexpr = TILING.CHANNELS // 2 if TILING.FP4 else 128
+    BLOCKS: gl.constexpr = TILING.TILES.channels // 128
+    STEP: gl.constexpr = TILING.TILES.channels // 2 if TILING.FP4 else 128
     SCALE_BYTES: gl.constexpr = 6 * _QUAD if TILING.HALF_QUAD else 4 * _QUAD  # of a row
     GROUPS: gl.constexpr = TILING.TILES.warpgroups
     BOXES: gl.constexpr = GROUPS if BLOCKS == 1 else 1
@@ -89,7 +89,7 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
     for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
         expert = gl.load(tiles.entries + job // TILING.ROW_BLOCKS)
         weight_row = expert * TILING.N + job % TILING.ROW_BLOCKS * (BOXES * ROWS)
-        for step in range(TILING.K // TILING.CHANNELS):
+        for step in range(TILING.K // TILING.TILES.channels):
             stage = n % STAGES
             full = buffers.full.index(stage)
             # wait until all warpgroups have used the stage; the first round finds it empty
@@ -137,7 +137,7 @@ def load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
     STAGES: gl.constexpr = TILING.STAGES
     BOX: gl.constexpr = TILING.BOX
     BOXES: gl.constexpr = PART * PARTS // BOX
-    CHANNELS: gl.constexpr = TILING.CHANNELS
+    CHANNELS: gl.constexpr = TILING.TILES.channels
     BLOCKS: gl.constexpr = CHANNELS // 128
     SCALE_BYTES: gl.constexpr = 4 * TILING.SCALES * BLOCKS
     gdc_wait()  # until the previous launch has written the rows

@@ -143,7 +143,7 @@ def weight_powers(buffers, slot, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LAYOUT: gl.constexpr = scale_layout(GATED)
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    if GATED and TILING.CHANNELS == 256:
+    if GATED and TILING.TILES.channels == 256:
         # the threads of a row have all words of it
         LANES: gl.constexpr = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
         HALF: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2]], LANES, [[8, 0], [16, 0]], [], [32, 4])

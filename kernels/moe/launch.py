@@ -6,6 +6,8 @@ routing, numbered ``token * k + i``.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.checks import check
 from deepseek_attn.kernels.common.device import fp8_view, gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
-from deepseek_attn.kernels.common.plans import Choice, RowsProblem, cdiv, launch_options, next_power_of_2, pdl_options
+from deepseek_attn.kernels.common.plans import Choice, RowsProblem, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear.formats import UNQUANTIZED
@@ -37,8 +39,8 @@ from deepseek_attn.kernels.moe.experts_triton import (
     swiglu_kernel,
 )
 from deepseek_attn.kernels.moe.launch_hopper import launch_hopper
-from deepseek_attn.kernels.moe.plan import PASS_TOKENS, SELECTS, SWIGLUS, plan_experts, plan_fetch
-from deepseek_attn.kernels.moe.problem import ExpertsPlan, ExpertsProblem, FetchPlan, FetchProblem, ValuesProblem
+from deepseek_attn.kernels.moe.plan import CACHE_ROWS, COPIES, PASS_TOKENS, SELECTS, SWIGLUS, plan_experts
+from deepseek_attn.kernels.moe.problem import ExpertsPlan, ExpertsProblem, FetchProblem, ValuesProblem
 from deepseek_attn.kernels.moe.reference import MAX_CACHED, check_cache, check_experts, check_route
 from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, moe_select_kernel
 from deepseek_attn.kernels.moe.types import (
@@ -86,8 +88,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     check("up", up, gate.shape)
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
-    size = out.numel()
-    if size:
+    if size := out.numel():
         plan = SWIGLUS.plan(ValuesProblem(size), gpu(gate.device))
         block = plan.config.size
         swiglu_kernel[(cdiv(size, block),)](
@@ -233,20 +234,21 @@ def fetch_experts(
     check_cache(cache, experts)
     if not experts.numel():
         return ExpertSlots(cache.found)
-    plan = _fetch_plan(cache)
-    _choose_rows(plan, cache, experts, cache.ahead.shape[1] if prefetched else 0)
-    if stream is None:
-        _copy_parts(plan, cache, cache.gates)
-        _copy_parts(plan, cache, cache.outputs)
-        return ExpertSlots(cache.found)
-    gates_ready, outputs_ready = torch.cuda.Event(), torch.cuda.Event()
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        _copy_parts(plan, cache, cache.gates)
-        gates_ready.record()
-        _copy_parts(plan, cache, cache.outputs)
-        outputs_ready.record()
-    return ExpertSlots(cache.found, gates_ready, outputs_ready)
+    _choose_rows(cache, experts, cache.ahead.shape[1] if prefetched else 0)
+    ready = (None, None) if stream is None else (torch.cuda.Event(), torch.cuda.Event())
+    with _behind_current(stream):
+        for parts, event in zip((cache.gates, cache.outputs), ready, strict=True):
+            _copy_parts(cache, parts)
+            if event is not None:
+                event.record()
+    return ExpertSlots(cache.found, *ready)
+
+
+def _behind_current(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+    """Context of launches on ``stream``, behind the current stream; without one, on the current stream."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    return torch.cuda.stream(stream)
 
 
 def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
@@ -254,7 +256,7 @@ def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.S
     check_cache(cache, predicted)
     if predicted.numel() > MAX_CACHED:
         raise ValueError(f"{predicted.numel()} predicted experts: supported are up to {MAX_CACHED}")
-    plan, E = _fetch_plan(cache), len(cache.row)
+    E, plan = len(cache.row), CACHE_ROWS.plan(FetchProblem(len(cache.row)), gpu(cache.row.device))
     choose_ahead_kernel[(1,)](
         predicted,
         _state(cache),
@@ -267,24 +269,17 @@ def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.S
         PAIRS=max(16, next_power_of_2(predicted.numel())),
         TOPK=predicted.shape[1],
         COPIES=cache.ahead.shape[1],
-        **pdl_options(plan.choose.config.warps, plan.pdl),
+        **plan.options,
     )
-    if stream is None:
-        _copy_parts(plan, cache, cache.whole, True)
-        return
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        _copy_parts(plan, cache, cache.whole, True)
+    with _behind_current(stream):
+        _copy_parts(cache, cache.whole, True)
 
 
-def _fetch_plan(cache: HostExperts) -> FetchPlan:
-    return plan_fetch(FetchProblem(len(cache.row)), gpu(cache.row.device))
-
-
-def _copy_parts(plan: FetchPlan, cache: HostExperts, parts: CopiedParts, ahead: bool = False) -> None:
+def _copy_parts(cache: HostExperts, parts: CopiedParts, ahead: bool = False) -> None:
     """Launches the copies of these parts of the experts in ``moves``, or in ``ahead``."""
-    copy, moves = plan.copy.config, cache.ahead if ahead else cache.moves
-    copy_experts_kernel[(copy.size,)](
+    plan = COPIES.plan(FetchProblem(len(cache.row)), gpu(cache.row.device))
+    moves = cache.ahead if ahead else cache.moves
+    copy_experts_kernel[(plan.config.size,)](
         parts.table,
         moves,
         cache.num_moves,
@@ -295,7 +290,7 @@ def _copy_parts(plan: FetchPlan, cache: HostExperts, parts: CopiedParts, ahead: 
         BLOCK=COPY_BYTES,
         ALIGNED=parts.aligned,
         DROPS=ahead,
-        **pdl_options(copy.warps, plan.pdl),
+        **plan.options,
     )
 
 
@@ -303,25 +298,25 @@ def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
     """See `kernels.moe.count_expert_uses`."""
     check_cache(cache, experts)
     if experts.numel():
-        _choose_rows(_fetch_plan(cache), cache, experts, None)
+        _choose_rows(cache, experts, None)
 
 
-def _choose_rows(plan: FetchPlan, cache: HostExperts, experts: Tensor, ahead: int | None) -> None:
+def _choose_rows(cache: HostExperts, experts: Tensor, ahead: int | None) -> None:
     """Launches the program that counts uses and, unless ``ahead`` is None, lists experts to copy, with their rows."""
-    E, pairs, block = len(cache.row), experts.numel(), plan.choose.config
+    E, plan = len(cache.row), CACHE_ROWS.plan(FetchProblem(len(cache.row)), gpu(cache.row.device))
     choose_rows_kernel[(1,)](
         experts,
         _state(cache),
-        pairs,
+        experts.numel(),
         len(cache.owner),
         cache.first,
         cache.staged,
         E=E,
         BINS=next_power_of_2(E + 1),
         ROWS=next_power_of_2(E),
-        BLOCK=block.size,
+        BLOCK=plan.config.size,
         AHEAD=ahead,
-        **pdl_options(block.warps, plan.pdl),
+        **plan.options,
     )
 
 

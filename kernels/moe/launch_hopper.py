@@ -126,7 +126,7 @@ def _product(
     b_scales, b_exponents = (None, None) if b is None else (b.scale, b.exponent)
     experts_hopper_kernel[(product.programs,)](
         _tiled(inputs.values, [tiling.BOX, 128], _INPUT),
-        _tiled(inputs.scale.t(), [tiling.CHANNELS // 128, tiling.SCALES], _SCALES),
+        _tiled(inputs.scale.t(), [tiling.TILES.channels // 128, tiling.SCALES], _SCALES),
         a_weight,
         b_weight,
         a_scale,

@@ -10,6 +10,7 @@ import torch
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
+    KernelRows,
     LaunchBlock,
     Row,
     Table,
@@ -30,12 +31,10 @@ from deepseek_attn.kernels.moe.problem import (
     ExpertsPlan,
     ExpertsProblem,
     ExpertTiles,
-    FetchPlan,
     FetchProblem,
     HopperExpertTiles,
     HopperExpertTiling,
     HopperProduct,
-    ProductRows,
     ValuesProblem,
 )
 
@@ -134,8 +133,7 @@ def hopper_product(
     """Number of stages that fit into shared memory, and registers of each warp; ``gated``: the first product."""
     fp4, groups = problem.weights == "fp4", tiles.warpgroups
     N, K = (problem.inner, problem.hidden) if gated else (problem.hidden, problem.inner)
-    channels = tiles.channels if fp4 else 128
-    blocks, weight_bytes = channels // 128, channels // 2 if fp4 else 128
+    blocks, weight_bytes = tiles.channels // 128, tiles.channels // 2 if fp4 else 128
     parts, scales = cdiv(tiles.sizes[-1], tiles.part), max(tiles.part, 32)
     job_rows = 64 * groups
     stack_rows = job_rows // 2 if gated else job_rows
@@ -161,7 +159,6 @@ def hopper_product(
         SCALES=scales,
         ROW_BLOCKS=cdiv(N, stack_rows),
         WAIT=wait,
-        CHANNELS=channels,
         BOX=tiles.part if blocks == 1 else tiles.sizes[0],
         REGISTERS=min(240, (registers * (groups + 1) - loaders) // groups // 8 * 8),
         LOADERS=loaders,
@@ -178,12 +175,12 @@ def hopper_product(
 # --- launches beside the products ---
 
 
-def _pair_blocks(problem: ProductRows, gpu: GPU) -> LaunchBlock:
+def _pair_blocks(problem: KernelRows, gpu: GPU) -> LaunchBlock:
     block = min(next_power_of_2(problem.rows), 4096)
     return LaunchBlock(block, max(1, min(8, block // 256)))
 
 
-FOR_HOPPER = equals("product", HOPPER)
+FOR_HOPPER = equals("kernel", HOPPER)
 FEW_PAIRS = up_to("rows", 64)
 """Each program compares every pair with every other one, which saves launches before it."""
 COMPARABLE_PAIRS = up_to("rows", 256)
@@ -208,12 +205,12 @@ GROUPINGS = Table(
 CHUNK = 512  # pairs that a program of `count_chunks_kernel` counts
 
 
-def _whole_steps(problem: ProductRows, gpu: GPU) -> LaunchBlock:
+def _whole_steps(problem: KernelRows, gpu: GPU) -> LaunchBlock:
     block = next(size for size in (2048, 1024, 512, 256) if problem.channels % size == 0)
     return LaunchBlock(block, max(1, block // 512))
 
 
-def _up_to_channels(problem: ProductRows, gpu: GPU) -> LaunchBlock:
+def _up_to_channels(problem: KernelRows, gpu: GPU) -> LaunchBlock:
     block = min(next_power_of_2(problem.channels), 512 if problem.rows * problem.channels < 1 << 18 else 1024)
     return LaunchBlock(block, max(1, block // 256))
 
@@ -238,13 +235,13 @@ SWIGLUS = one_kernel("moe.swiglu", "swiglu_kernel", (ANY, LaunchBlock(1024), "h1
 def plan_experts(problem: ExpertsProblem, gpu: GPU) -> ExpertsPlan:
     """Chooses the product kernel, then the launches around it."""
     product, factors = PRODUCTS.choose(problem, gpu), expert_factors(problem, gpu)
-    grouping = GROUPINGS.choose(ProductRows(product.kernel, problem.pairs), gpu)
+    grouping = GROUPINGS.choose(KernelRows(problem.pairs, kernel=product.kernel), gpu)
     decode = grouping.kernel == "prepare_decode_rows_kernel"
     inputs = hidden = None
-    if factors.prepared:
-        hidden = PRODUCT_INPUTS.choose(ProductRows(product.kernel, problem.pairs, problem.inner), gpu)
-    if factors.prepared and not decode:
-        inputs = PRODUCT_INPUTS.choose(ProductRows(product.kernel, problem.tokens, problem.hidden), gpu)
+    if factors.quantize or factors.weights == "fp4":
+        hidden = PRODUCT_INPUTS.choose(KernelRows(problem.pairs, problem.inner, kernel=product.kernel), gpu)
+        tokens = KernelRows(problem.tokens, problem.hidden, kernel=product.kernel)
+        inputs = None if decode else PRODUCT_INPUTS.choose(tokens, gpu)
     # a captured launch may start before an event of another stream that it follows: where weights are copied, it waits
     both = (True, decode or problem.in_rows), (False, problem.in_rows)
     hopper = tuple(hopper_product(problem, product.config, *each, gpu) for each in both if product.kernel == HOPPER)
@@ -271,9 +268,3 @@ CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_progr
 COPIES = one_kernel(  # programs
     "moe.copies", "copy_experts_kernel", (ANY, LaunchBlock(32), "h200_host_80gb.json: programs")
 )
-
-
-@planner("moe.fetch_experts")
-def plan_fetch(problem: FetchProblem, gpu: GPU) -> FetchPlan:
-    """Plan of `fetch_experts` or `prefetch_experts`: the launch that chooses experts, and those that copy them."""
-    return FetchPlan(CACHE_ROWS.choose(problem, gpu), COPIES.choose(problem, gpu), gpu.pdl)

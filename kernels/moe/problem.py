@@ -22,7 +22,7 @@ class ExpertsProblem:
 
     Attributes:
         tokens, topk: of the routing ``[tokens, topk]``.
-        experts: experts of this rank; routed: experts that the router chooses from.
+        routed: experts that the router chooses from.
         hidden, inner: channels of tokens, and between the products.
         dtype: of the tokens; weights: format of the stacks, ``plain``, ``fp8`` or ``fp4``.
         row_exponents: FP4 stacks have exponents of their rows.
@@ -34,7 +34,6 @@ class ExpertsProblem:
 
     tokens: int
     topk: int
-    experts: int
     routed: int
     hidden: int
     inner: int
@@ -52,11 +51,11 @@ class ExpertsProblem:
     def of(cls, arguments: ExpertsPass, num_routed: int | None) -> ExpertsProblem:
         """The problem of these arguments; ``num_routed`` as in `moe_experts`."""
         x, experts, _, w1, w3, w2, *_ = arguments
-        (tokens, topk), stacks, count, slots = experts.shape, (w1, w3, w2), arguments.num_experts, arguments.slots
+        (tokens, topk), stacks, slots = experts.shape, (w1, w3, w2), arguments.slots
         # threads read the scales of FP8 stacks, TMA everything else
         loaded = [part for stack in stacks for part in stack[: 2 if w1.is_fp4 else 1] if part is not None]
         return cls(
-            tokens, topk, count, num_routed or count, x.shape[1], w1.weight.shape[1], x.dtype, w1.format,
+            tokens, topk, num_routed or arguments.num_experts, x.shape[1], w1.weight.shape[1], x.dtype, w1.format,
             arguments.input_format, all(stack.exponent is not None for stack in stacks),
             all(part.data_ptr() % 16 == 0 for part in loaded), batch_invariant(),
             slots is not None, slots is not None and slots.outputs_ready is not None,
@@ -96,11 +95,6 @@ class ExpertFactors(NamedTuple):
     dtype: torch.dtype
     quantize: bool
     scaled: bool
-
-    @property
-    def prepared(self) -> bool:
-        """A separate launch converts the inputs."""
-        return self.quantize or self.weights == "fp4"
 
 
 @dataclass(frozen=True)
@@ -155,7 +149,6 @@ class HopperExpertTiling:
         SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
         ROW_BLOCKS: jobs of a tile.
         WAIT: the previous launch, which may still run, writes tiles or weights. Otherwise it writes only rows of x.
-        CHANNELS: per stage, 128 or 256; 256 for FP4 in one part only.
         BOX: routed rows that are loaded at once.
         REGISTERS: of a thread of the warpgroups after the first; LOADERS: of the two warps that load.
     """
@@ -171,7 +164,6 @@ class HopperExpertTiling:
     SCALES: int
     ROW_BLOCKS: int
     WAIT: bool
-    CHANNELS: int
     BOX: int
     REGISTERS: int
     LOADERS: int
@@ -191,15 +183,6 @@ class HopperProduct(NamedTuple):
     weight_bytes: int
     programs: int
     registers: int
-
-
-@dataclass(frozen=True)
-class ProductRows:
-    """Rows that are prepared for the kernel ``product``: inputs to convert, or pairs to group (``channels`` 1)."""
-
-    product: str
-    rows: int
-    channels: int = 1
 
 
 @dataclass(frozen=True)
@@ -239,15 +222,3 @@ class FetchProblem:
     """A layer of ``experts``, of which some are copied."""
 
     experts: int
-
-
-@dataclass(frozen=True)
-class FetchPlan:
-    """Launches of `fetch_experts`: ``choose`` which experts go where, then ``copy`` w1 and w3 of them, then w2.
-
-    Of `prefetch_experts`: ``choose`` likewise, then ``copy`` all three.
-    """
-
-    choose: Choice
-    copy: Choice
-    pdl: bool

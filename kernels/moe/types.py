@@ -167,16 +167,10 @@ def copied_parts(host: Sequence[ExpertStack], device: Sequence[ExpertStack]) -> 
         if where.type == "cuda" and not (source.is_cuda or source.is_pinned()):
             raise ValueError("experts in host memory must be pinned: a GPU reads no other memory of the host")
         nbytes = source[0].nbytes
-        rows.append([_address(source), _address(target), nbytes, units])
+        rows.append([source.data_ptr(), target.data_ptr(), nbytes, units])
         units += -(-nbytes // COPY_BYTES)
     aligned = all(value % 16 == 0 for row in rows for value in row[:3])
-    if where.type == "meta":
-        return CopiedParts(torch.empty(len(rows), 4, dtype=torch.int64, device=where), units, aligned)
     return CopiedParts(torch.tensor(rows, dtype=torch.int64, device=where), units, aligned)
-
-
-def _address(tensor: Tensor) -> int:
-    return 0 if tensor.is_meta else tensor.data_ptr()
 
 
 class ExpertsPass(NamedTuple):

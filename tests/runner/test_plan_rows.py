@@ -24,9 +24,8 @@ from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.attention.plan import LayerCall
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import RowsProblem, recorded_choices
-from deepseek_attn.kernels.indexer.plan import IndexQueryProblem, ScoresProblem
-from deepseek_attn.kernels.indices.plan import IndexProblem
+from deepseek_attn.kernels.common.plans import KernelRows, RowsProblem, recorded_choices
+from deepseek_attn.kernels.indexer.plan import ScoresProblem
 from deepseek_attn.kernels.moe.problem import FetchProblem
 from deepseek_attn.runner.step_plans import step_plans
 from tests.house.test_plans import TABLES
@@ -65,8 +64,8 @@ STATED = {
     "indexer.candidate_scores": [ScoresProblem(4, 1, 16384, 64, 128, "fp8", exact) for exact in (False, True)],
     "indexer.blocks": [RowsProblem(4, 512)],
     "indexer.candidate_entries": [RowsProblem(4, 512)],
-    "indexer.queries": [IndexQueryProblem(1)],  # training, impls
-    "indices.index": [IndexProblem("entry_slots_kernel", 4, 512)],  # impls on FlashMLA
+    "indexer.queries": [KernelRows(1, kernel="index_query_kernel")],  # training, impls
+    "indices.index": [KernelRows(4, 512, kernel="entry_slots_kernel")],  # impls on FlashMLA
 }
 """Problems by the name of a table, of which the steps below have none."""
 

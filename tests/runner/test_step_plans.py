@@ -120,7 +120,6 @@ def test_parts_of_a_step():
 class SplitPlan:
     products: tuple[Choice, ...]
     splits: int
-    pdl: bool
 
 
 class Nested(NamedTuple):
@@ -135,7 +134,7 @@ def test_fields_are_written_briefly():
         brief({"tiles": Nested(4, True), "few": False, "splits": 3, "none": None}) == "tiles=(rows=4 swizzle) splits=3"
     )
     assert brief(None) == ""
-    assert derived_fields(SplitPlan((choice,), 3, pdl=True)) == {"splits": 3}
+    assert derived_fields(SplitPlan((choice,), 3)) == {"splits": 3}
     assert derived_fields(choice) == {}
 
 

@@ -100,7 +100,7 @@ def test_partial_sums_are_added_up(hc, device, T, splits):
     sums = memory[:splits]
     sums[:] = whole / splits
     next_pre = torch.empty_like(pre)
-    made = plan(StreamsProblem(T, 4, 64), gpu_facts(streams.device))
+    made = plan(StreamsProblem(T, 64), gpu_facts(streams.device))
     got = hc.collapse(made.collapse, streams, sums, connection, pre, next_pre)
     check([*got, next_pre], reference.hc_delayed(streams, pre, connection), torch.float32)
 

@@ -11,7 +11,7 @@ from deepseek_attn.kernels.indices import EntryGroup, reference
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.indices import launch
-from deepseek_attn.kernels.indices.plan import KERNELS
+from deepseek_attn.kernels.indices.plan import INDICES
 from tests.kernels.compiled_launches import compiled_ops, on_gpus
 
 HUGE = 2**31 - 1
@@ -258,7 +258,7 @@ def all_ops(tokens, requests):
 def test_compiles(arch):
     """One kernel per op, with padding or without, for every size of batches and tables."""
     small = compiled_ops(arch, lambda: all_ops(5, 3), alike=True)
-    assert set(small) == set(KERNELS)
+    assert set(small) == set(INDICES.kernels)
     large = compiled_ops(arch, lambda: all_ops(64, 16), alike=True)
     for name in set(large) - {"workspace_indices_kernel"}:  # whose tile holds all requests
         assert {kernel.hash for kernel in large[name]} == {kernel.hash for kernel in small[name]}

@@ -42,7 +42,7 @@ def dequantize(ops, device):
     """`dequantize_weight` of the implementation under test."""
     if ops is reference:
         return reference.dequantize_weight
-    plan = plan_absorb(LatentProblem(4096, 128, torch.bfloat16, fp8_weight=True), gpu(device))
+    plan = plan_absorb(LatentProblem(4096, 128, fp8_weight=True), gpu(device))
     return lambda weight, dtype: ops.dequantize_weight(weight, dtype, plan)
 
 

@@ -96,7 +96,7 @@ def test_what_cannot_be_computed_is_refused():
         grouped_linear(o, weight, scale, 2, torch.zeros(3).long())
     with pytest.raises(ValueError, match=r"positions must be int32 or int64 \[3\]"):
         grouped_linear(o, weight, scale, 2, torch.zeros(2).long(), cos_sin)
-    with pytest.raises(ValueError, match="cos_sin must be contiguous float32"):
+    with pytest.raises(ValueError, match="cos_sin a contiguous float32 table"):
         grouped_linear(o, weight, scale, 2, torch.zeros(3).long(), cos_sin.double())
     with pytest.raises(ValueError, match=r"contiguous float8_e4m3fn \[N, 64\]"):
         grouped_linear(o, weight, scale, 4)

@@ -263,7 +263,7 @@ def test_dropped_experts_are_copied_no_further(triton_device):
     cache = make_cache((case.w1, case.w3, case.w2), 3, device=where)
     cache.ahead.copy_(torch.tensor([[-1, 4], [cache.first + 1, cache.first + 2]]))
     before = [part.clone() for part in expert_parts(cache.device)]
-    moe._copy_parts(moe._fetch_plan(cache), cache, cache.whole, True)
+    moe._copy_parts(cache, cache.whole, True)
     for source, target, old in zip(expert_parts(cache.host), expert_parts(cache.device), before, strict=True):
         old[cache.first + 2] = source[4]
         assert torch.equal(target.view(torch.uint8), old.view(torch.uint8))

@@ -76,7 +76,7 @@ def test_swiglu_compiles(arch):
 
 
 def factors(weights, dtype, fp8_input, pow2, capability):
-    problem = ExpertsProblem(1, 6, 32, 32, 512, 256, dtype, weights, InputFormat(fp8_input, pow2))
+    problem = ExpertsProblem(1, 6, 32, 512, 256, dtype, weights, InputFormat(fp8_input, pow2))
     return plan.expert_factors(problem, GPU(capability, 132))
 
 
@@ -107,7 +107,7 @@ def test_tiles_follow_the_rows_of_an_expert():
     for (weights, capability), tiles in LOADS.items():
         gpu, chosen, alike = GPU(capability, 132), {}, set()
         for tokens in tiles:
-            sizes = (tokens, 6 if weights == "fp4" else 8, 256, 256, 4096, 2048, torch.bfloat16, weights)
+            sizes = (tokens, 6 if weights == "fp4" else 8, 256, 4096, 2048, torch.bfloat16, weights)
             config = plan.plan_experts(ExpertsProblem(*sizes, InputFormat(True), True), gpu).product.config
             if isinstance(config, HopperExpertTiles):
                 chosen[tokens] = config.sizes[-1], 64 * config.warpgroups
@@ -122,7 +122,7 @@ def test_tiles_follow_the_rows_of_an_expert():
 @pytest.mark.parametrize(("inner", "channels"), [(2048, 512), (2304, 256)])
 def test_blocks_of_one_token_divide_the_widths(inner, channels):
     """V4.1's inner width is four and a half blocks of 512 channels."""
-    problem = ExpertsProblem(1, 6, 384, 384, 5120, inner, torch.bfloat16, "fp4", InputFormat(False), True)
+    problem = ExpertsProblem(1, 6, 384, 5120, inner, torch.bfloat16, "fp4", InputFormat(False), True)
     assert plan.PRODUCTS.choose(problem, GPU((9, 0), 132)).config.channels == channels
 
 
