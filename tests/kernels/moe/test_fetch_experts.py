@@ -127,7 +127,8 @@ def routings(E):
 
 def predictions(E):
     """(predicted ids, ids) of a few calls: right, wrong, partly right, resident, one expert for many tokens, none."""
-    for T, k in [(1, 2), (3, 3), (2, 4), (1, 1), (5, 2), (2, 2), (1, 4), (3, 1), (1, 2)]:
+    sizes = [(1, 2), (3, 3), (2, 4), (1, 1), (5, 2), (2, 2), (1, 4), (3, 1), (1, 2)]
+    for T, k in sizes + [(16, 6)] * (E > 100):  # a full block of the kernel that chooses
         ids = torch.stack([torch.randperm(E, device="cpu")[:k] for _ in range(T)])
         other = torch.stack([torch.randperm(E, device="cpu")[:k] for _ in range(T)])
         for predicted in (ids, (ids + 1) % E, other, ids[:1].expand(T, k), torch.where(other < E // 2, -1, ids)):
@@ -302,12 +303,13 @@ def test_the_same_bits_as_all_experts_resident(gpu, fmt, hidden, inner, beside):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_same_bits_with_copies_ahead(gpu, share):
+@pytest.mark.parametrize(("E", "num_rows", "T"), [(37, 13, 3), (256, 108, 16)])
+def test_the_same_bits_with_copies_ahead(gpu, E, num_rows, T, share):
     """In a graph that copies beside other products: whichever part of the prediction is right, and in repetition."""
-    E, k, T = 37, 6, 3
+    k = 6
     stream, side = torch.cuda.Stream(), torch.cuda.Stream()
     case = make_case(T, 1024, 512, E, k, "fp4")
-    cache = make_cache((case.w1, case.w3, case.w2), 13, device="cuda")
+    cache = make_cache((case.w1, case.w3, case.w2), num_rows, device="cuda")
     options = {"limit": 4.0, "input_format": InputFormat(True)}
     x, experts, weights = inputs = [t.clone() for t in case[:3]]
     predicted = experts.clone()
