@@ -243,7 +243,7 @@ def attend_hopper_kernel(
     q, first, second, outputs, raw_q, H, width0, width1, limit0, limit1, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Takes the arguments of `attend_kernel`. Grid ``(queries * blocks of 64 heads, splits)``."""
-    POOLS: gl.constexpr = 1 if second is None else 2
+    POOLS: gl.constexpr = SHAPE.POOLS  # a tuple cannot be compared with None on Triton 3.6
     DIM: gl.constexpr = SHAPE.DIM
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
