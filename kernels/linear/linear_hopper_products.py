@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from deepseek_attn.kernels.common.fp8_hopper import fp8_scales, to_fp8
 from deepseek_attn.kernels.common.gluon import barrier, reinterpret
@@ -136,7 +141,12 @@ def _token_scales(buffers, n, group, LAYOUT: gl.constexpr, WARPGROUP: gl.constex
 
 @gluon.jit
 def _release(buffers, n, TILING: gl.constexpr):
-    """Gives the stage of block ``n`` back to the warp that loads."""
+    """Gives the stage of block ``n`` back to the warp that loads.
+
+    A barrier alone does not wait for loads from shared memory. Other launches on the multiprocessor can delay those of
+    the tokens' scales until TMA has overwritten them.
+    """
+    fence_async_shared()  # this thread's loads have ended: what TMA writes later is not read
     barrier()  # all four warps have multiplied
     mbarrier.arrive(buffers.empty.index(n % TILING.CONFIG.stages))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+from itertools import pairwise
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -72,3 +74,35 @@ def ptxas_report(kernel, folder):
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "registers" in report
     return report
+
+
+def loads_behind_release(kernel, folder):
+    """Loads from shared memory (SASS of compute capability 9.0) that may be under way when their stage is given back.
+
+    A warp that passes a barrier has begun its earlier loads, and has ended those that it waited for, or that precede a
+    memory barrier. TMA may overwrite the stage as soon as one thread, behind the barrier, has arrived at an mbarrier.
+    """
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", "-hex", str(path)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    under_way, at_barrier, found, arrivals = {}, [], [], 0
+    for line, control in pairwise(lines):
+        instruction = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?;)", line)
+        word = re.search(r"/\* 0x([0-9a-f]{16}) \*/\s*$", control)
+        if instruction is None or word is None:
+            continue
+        text, bits = instruction[1], int(word[1], 16)  # the upper half of the instruction's 128 bits
+        waits, written = bits >> 52 & 63, bits >> 46 & 7  # scoreboards it waits for, the one that its result releases
+        under_way = {load: board for load, board in under_way.items() if not waits >> board & 1}
+        if "MEMBAR" in text:
+            under_way = {}
+        elif text.startswith("LDS"):
+            under_way[text] = written
+        elif "BAR.SYNC" in text:
+            at_barrier = list(under_way)
+        elif "SYNCS.ARRIVE" in text and "A1T0" in text:
+            found += at_barrier
+            arrivals += 1
+    assert arrivals, "no thread arrives at an mbarrier for its warpgroup"
+    return found

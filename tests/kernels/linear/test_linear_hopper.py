@@ -15,7 +15,7 @@ from deepseek_attn.kernels.linear.launch import launch, linear_problem
 from deepseek_attn.kernels.linear.plan import DECODE, HOPPER, PRODUCTS, TRITON, hopper_products, plan, tiles_at_once
 from deepseek_attn.kernels.linear.problem import LinearHopperTiles, LinearWeight
 from deepseek_attn.runner.ahead.recording import recorded_launches
-from tests.kernels.compiled_launches import compiled_ops, ptxas_report
+from tests.kernels.compiled_launches import compiled_ops, loads_behind_release, ptxas_report
 from tests.kernels.linear.products import H200, ROUNDED, config_of, forced, problem
 from tests.support.tiers import tiered
 from tests.support.typed import required
@@ -67,7 +67,10 @@ MAIN = [("wo_a, quantised", 128), ("blocks of 32", 16)]  # FP8 output, several s
 
 @pytest.mark.parametrize(("name", "M"), tiered(TILINGS, MAIN))
 def test_compiles_without_waits_between_the_products_of_a_block(name, M, tmp_path):
-    """ptxas waits for each product by itself where it cannot follow which registers are under way."""
+    """ptxas waits for each product by itself where it cannot follow which registers are under way.
+
+    A stage is given back when its scales are in registers: TMA overwrote them beside launches that delay loads.
+    """
     (kernel,) = compiled_ops("sm90", lambda: run(M, *LAUNCHES[name]))[HOPPER]
     ptx = kernel.asm["ptx"]
     assert "cp.async.bulk.tensor" in ptx
@@ -78,6 +81,7 @@ def test_compiles_without_waits_between_the_products_of_a_block(name, M, tmp_pat
     assert dots
     assert all("!ttg.memdesc" in line.rpartition(" : ")[2].split(" * ")[0] for line in dots)
     assert "serialized" not in ptxas_report(kernel, tmp_path)
+    assert not loads_behind_release(kernel, tmp_path)
 
 
 def test_one_group_of_a_grouped_input():
