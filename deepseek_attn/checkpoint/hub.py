@@ -42,11 +42,24 @@ class PretrainedSource(CheckpointSource):
         self.layers, self.attention_only, self._repo = layers, attention_only, HubModel.parse(model)
         self._whole = layers is None and not attention_only
         self.needed: Callable[[str], bool] | None = None
+        if self._repo is None:
+            if not Path(model).exists():
+                raise ValueError(
+                    f"no checkpoint at {str(model)!r}: the directory does not exist, and a hub id is org/name"
+                )
+            if not Path(model).is_dir():
+                raise ValueError(f"{str(model)!r} is a file; a checkpoint is a directory with config.json and shards")
         self.directory = Path(model) if self._repo is None else self._small_files(self._repo)
 
     @cached_property
     def config(self) -> AnyConfig:
         return ModelConfig.from_pretrained(self.directory)
+
+    def check_shards(self) -> None:
+        """Raises ValueError for broken or missing shards of a directory; shards of a hub id are not looked at."""
+        if self._repo is None:
+            with self:
+                self.entries()
 
     def _small_files(self, repo: HubModel) -> Path:
         """The folder of the local copy, with its config and index."""

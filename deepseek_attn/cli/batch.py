@@ -56,6 +56,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
 
     Attributes:
         lines: number of lines in the output or printed; errors: number of lines with an ``error``.
+        uses_flags: a prompt of the file has no sampling parameters of its own.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
         self.lines = self.errors = 0
         self._failed: set[int] = set()  # prompts whose line has an error
         self._done = self._read_done()
-        self._left = None
+        self._left, self.uses_flags = None, False
         if prompts.regular:
             with PromptLines(args.prompts, params, args.system) as again:
-                self._left = sum(1 for _ in self._pending(again, dict(self._done)))
+                plain = [found[0].params is params for found in self._pending(again, dict(self._done)) if found]
+            self._left, self.uses_flags = len(plain), any(plain)
         self._pending_prompts = self._pending(prompts, self._done)
         self._heads: dict[int, dict[str, Any]] = {}  # first fields of the lines of prompts in flight, by their index
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepseek_attn.cli.conversation import converse, show_answer, show_completions
 from deepseek_attn.cli.load_report import add_report_option, show_report
@@ -21,6 +21,7 @@ from deepseek_attn.data import SMALL_CHECKPOINT
 from deepseek_attn.utils.json_files import parse_json
 
 if TYPE_CHECKING:
+    from deepseek_attn.engine.prompts import Prompts
     from deepseek_attn.engine.sampling import SamplingParams
     from deepseek_attn.layers.parallel import Parallel
 
@@ -188,26 +189,38 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
     from deepseek_attn.cli.batch import complete_all, open_batch
     from deepseek_attn.engine.completion import RequestFailed
     from deepseek_attn.engine.llm import LLM
+    from deepseek_attn.utils.files import check_output
 
     params = sampling_params(args)
     conversation, prompt, batch, options = is_conversation(args), None, None, runner_options(args)
     with ExitStack() as stack:
         if ranks.rank == 0:
             check_records(args, single=args.prompts is None and args.n == 1)
+            if args.profile is not None:
+                check_output(args.profile, "no trace can be written to")
         if conversation:
             options["max_snapshots"] = args.max_snapshots or CONVERSATION_SNAPSHOTS
         elif ranks.rank == 0 and args.prompts:
             batch = stack.enter_context(open_batch(args, params))
         elif ranks.rank == 0:
             prompt = read_input(args)
-        prompt, is_complete = ranks.share((prompt, batch is not None and batch.is_complete))
+        is_complete, plain = (False, True) if batch is None else (batch.is_complete, batch.uses_flags)
+        prompt, is_complete, plain = ranks.share((prompt, is_complete, plain))
         if is_complete:
             return 0 if batch is None else batch.finish()
-        llm = LLM(args.model or default_checkpoint(), speculate=args.speculate, **options)
-        vocab_size = llm.runner.config.vocab_size
-        for token in args.stop_token_id:
-            if token >= vocab_size:
-                raise ValueError(f"--stop-token-id {token}: the vocabulary has {vocab_size} tokens")
+
+        def before_load(prompts: Prompts) -> None:
+            nonlocal prompt
+            if args.chat and prompt is not None:
+                messages, options = conversation_of(args, prompt)
+                prompt, explanation = prompts.chat(messages, **options)
+                say(f"chat: {explanation}")
+            if plain:
+                checked: Any = [0] if prompt is None else prompt  # a conversation has become token ids
+                prompts.check(checked, params)
+
+        model = args.model or default_checkpoint()
+        llm = LLM(model, speculate=args.speculate, before_load=before_load, **options)
         if ranks.rank == 0:
             show_report(llm.runner, args)
         stack.enter_context(observed(llm.engine, args))
@@ -215,10 +228,6 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
             return complete_all(llm, batch, params, args, ranks)
         if conversation:
             return converse(llm, params, args)
-        if args.chat:
-            messages, options = conversation_of(args, prompt)
-            prompt, explanation = llm.chat_prompt(messages, **options)
-            say(f"chat: {explanation}")
         replay, record = replay_file(args.replay), record_arguments(llm, args.records)
         try:
             if params.n > 1:

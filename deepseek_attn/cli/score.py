@@ -59,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     with without_collections():  # the first import of torch
+        from deepseek_attn.checkpoint.hub import PretrainedSource
         from deepseek_attn.runner.model_runner import ModelRunner
+        from deepseek_attn.runner.sequence import TokenLimits
+        from deepseek_attn.runner.token_records import record_path
     from deepseek_attn.utils.files import check_output, write_tensors
 
     if args.mtp and (args.records is not None or args.replay is not None):
@@ -76,8 +79,13 @@ def run(args: argparse.Namespace) -> None:
     check_output(out, "--out")
     options = runner_options(args)
     prompts = read_token_lists(Path(args.token_ids))
+    if args.records is not None:
+        record_path(args.records, "0")
     check_replay(args.replay, f"{len(prompts)} lists need" if len(prompts) > 1 else None)
     replay = None if args.replay is None else [replay_file(args.replay, i) for i in range(len(prompts))]
+    limits = TokenLimits.of(PretrainedSource(args.model).config, args.max_model_len)
+    for ids in prompts:
+        limits.checked(ids)
     runner = ModelRunner.from_pretrained(args.model, layers=args.layers, **options)
     show_report(runner, args)
     total = f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}"

@@ -47,7 +47,7 @@ class GenerationConfig:
     repetition_penalty: float | None = None
 
     @classmethod
-    def from_pretrained(cls, directory: Path, config: AnyConfig) -> GenerationConfig:
+    def from_pretrained(cls, directory: Path, config: AnyConfig, warn: bool = True) -> GenerationConfig:
         """Reads ``generation_config.json`` of a checkpoint folder; without the file no default is set.
 
         Raises:
@@ -80,10 +80,14 @@ class GenerationConfig:
             reader.problem(f"repetition_penalty is {penalty}: expected a number in [{least:g}, {most:g}]")
         reader.raise_if_problems(str(file))
         ignored = [key for key, values in NOT_APPLIED.items() if raw.get(key) is not None and raw[key] not in values]
-        if ignored:
+        if ignored and warn:
             given = ", ".join(f"{key} {raw[key]!r:.60}" for key in ignored)
             warnings.warn(f"{file}: {given}: not supported, and not applied", stacklevel=2)
         return found
+
+    def eos_of(self, config: AnyConfig) -> tuple[int, ...]:
+        """Tokens that end a text of this model."""
+        return config.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from deepseek_attn.config.options import is_integer
 from deepseek_attn.data import SMALL_CHECKPOINT
 from deepseek_attn.engine.completion import Completion, RequestFailed, message_deltas
 from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.prompts import Prompt, Prompts
 from deepseek_attn.engine.records import RecordArguments, Recording
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams, checked_params
@@ -26,13 +27,11 @@ from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.engine.structured import with_response_format
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.options import RunnerOptions, check_runner_options, lists_options
-from deepseek_attn.runner.prompts import TokenIds, each_prompt, prompt_list, token_list
+from deepseek_attn.runner.prompts import each_prompt, prompt_list
 from deepseek_attn.runner.replay import Replayed
-from deepseek_attn.text.chat import ChatOptions, build_prompt, check_switches
-from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from deepseek_attn.text.chat import ChatOptions, check_switches
 from deepseek_attn.utils.clock import seconds_since
 
-Prompt = str | TokenIds
 COMPILE_AHEAD = os.environ.get("DEEPSEEK_ATTN_COMPILE_AHEAD", "1") != "0"
 
 
@@ -113,6 +112,8 @@ class LLM:
             hub id, see `ModelRunner.from_pretrained`; default: the small trained checkpoint that comes along.
         speculate: tokens that the MTP layer, or a DSpark drafter, drafts per step; the text is the same, in fewer
             steps.
+        before_load: called before weights are read, with the checkpoint's `Prompts`, which check prompts and sampling
+            parameters; its exceptions pass.
         options: listed below. With ``parallel``, every rank makes an LLM and the same calls; with data-parallel
             attention, the calls of each rank have different prompts.
 
@@ -122,23 +123,35 @@ class LLM:
 
     Attributes:
         directory: the checkpoint's folder.
+        prompts: makes token ids of prompts, and checks them.
         engine: runs the requests and keeps statistics; prefixes are kept from one call to the next.
         runner: the loaded model; tokenizer: None when the checkpoint has no ``tokenizer.json`` (token ids only).
     """
 
     @lists_options(compile_ahead=COMPILE_AHEAD)
-    def __init__(self, model: str | Path | None = None, *, speculate: int = 0, **options: Unpack[RunnerOptions]):
-        check_runner_options("LLM", options, "speculate")
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        speculate: int = 0,
+        before_load: Callable[[Prompts], object] | None = None,
+        **options: Unpack[RunnerOptions],
+    ):
+        check_runner_options("LLM", options, "speculate", "before_load")
         if not is_integer(speculate) or speculate < 0:
             raise ValueError(f"speculate={speculate!r:.80}: must be an integer of at least 0 (0: no drafts)")
         model = SMALL_CHECKPOINT if model is None else model
         # shards are not looked at here
         source = PretrainedSource(model, options.get("layers"), options.get("attention_only", False))
         self.directory = source.directory
-        self.tokenizer: Tokenizer | None = None
-        if (self.directory / TOKENIZER_FILE).is_file():
-            self.tokenizer = Tokenizer(self.directory)
-            self.tokenizer.check_ids(source.config.vocab_size)
+        self.prompts = Prompts(self.directory, source.config, options.get("max_model_len"))
+        self.tokenizer = self.prompts.tokenizer
+        if before_load is not None:
+            try:
+                before_load(self.prompts)
+            except ValueError:
+                source.check_shards()  # what is wrong with the checkpoint comes first
+                raise
         defaults = RunnerOptions(expected_drafts=speculate, compile_ahead=COMPILE_AHEAD)
         self.runner = ModelRunner.from_pretrained(model, **defaults | options)
         decoder = MTPSpeculation(self.runner, speculate) if speculate else None
@@ -367,11 +380,7 @@ class LLM:
 
     def chat_prompt(self, messages: list[dict], **options: Unpack[ChatOptions]) -> tuple[list[int], str]:
         """Token ids of a conversation, and which chat encoding made them."""
-        if unknown := sorted(options.keys() - ChatOptions.__annotations__.keys()):
-            supported = ", ".join(ChatOptions.__annotations__)
-            raise ValueError(f"no such options of a chat: {', '.join(unknown)}; there are {supported}")
-        limit = self.runner.layout.max_model_len
-        return build_prompt(self._need_tokenizer(), self.directory, messages, max_tokens=limit, **options)
+        return self.prompts.chat(messages, **options)
 
     def _request(
         self, prompt: Prompt, params: SamplingParams, index: int, recording: Recording, replay: Replayed | None
@@ -384,19 +393,7 @@ class LLM:
     def _make_request(
         self, prompt: Prompt, params: SamplingParams, index: int, recording: Recording, replay: Replayed | None
     ) -> Request:
-        if isinstance(prompt, str) and not prompt:
-            raise ValueError("empty prompt: write some text, or pass token ids")
-        if isinstance(prompt, str):
-            prompt = self._need_tokenizer().encode_prompt(prompt, self.runner.layout.max_model_len)
-        ids = prompt
-        if self.tokenizer is not None:
-            ids = token_list(ids)
-            self.tokenizer.check_images(ids)
+        ids = self.prompts.token_ids(prompt)
         if params.seed is None:
             params = replace(params, seed=self.runner.parallel.fresh_seed())
         return recording.watch(Request.create(self.runner, self.tokenizer, ids, params, index), index, replay)
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(f"{self.directory} has no tokenizer.json, so only token ids can be prompts")
-        return self.tokenizer

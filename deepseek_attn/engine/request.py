@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 from weakref import ref
 
 from deepseek_attn.cache.prefix import BlockKeys
+from deepseek_attn.config.generation import GenerationConfig
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.engine.completion import Completion
 from deepseek_attn.engine.drawing import CounterGenerator, make_generator
@@ -19,12 +22,71 @@ from deepseek_attn.runner import ModelRunner, Sequence
 from deepseek_attn.runner.prompts import TokenIds, shown, token_list
 from deepseek_attn.runner.record_store import RecordStore
 from deepseek_attn.runner.replay import Replay
+from deepseek_attn.runner.sequence import TokenLimits
 from deepseek_attn.runner.token_records import TokenRecords
 from deepseek_attn.text.chat import control_tokens, reply_start
 from deepseek_attn.text.reply import ANSWER, END_THINK, ControlMark, ReplyStart, parse_reply
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 ENDED_FROM_OUTSIDE = ("abort", "error")
+
+
+class ModelFacts(Protocol):
+    """The facts of a model that prompts and parameters are checked by; a runner has them, and `Prompts` reads them."""
+
+    @property
+    def config(self) -> AnyConfig: ...
+
+    @property
+    def generation(self) -> GenerationConfig: ...
+
+    @property
+    def limits(self) -> TokenLimits: ...
+
+
+class CheckedPrompt(NamedTuple):
+    """A prompt that a model can run with its parameters; it has no caches, and needs no weights.
+
+    Attributes:
+        reply: in which part of a reply the prompt ends.
+        new_stop, new_rules: make the state of one of its completions.
+    """
+
+    token_ids: list[int]
+    params: ResolvedParams
+    reply: ReplyStart
+    new_stop: Callable[[], StopChecker]
+    new_rules: Callable[[], LogitsRules]
+
+    @classmethod
+    def of(
+        cls, model: ModelFacts, tokenizer: Tokenizer | None, prompt: TokenIds, params: SamplingParams | None
+    ) -> CheckedPrompt:
+        """Checks a prompt. ValueError: see `Request.create`."""
+        params = checked_params(params).resolved(model.generation.sampling)
+        vocab_size, eos = model.config.vocab_size, model.generation.eos_of(model.config)
+        unknown = [token for token in params.stop_token_ids if token >= vocab_size]
+        if unknown:
+            raise ValueError(f"stop_token_ids {unknown}: the vocabulary has {vocab_size} tokens")
+
+        stop_params = params if tokenizer is None else with_stop_tokens(params, tokenizer)
+        controls = {} if tokenizer is None else control_tokens(tokenizer)
+        words = bad_word_ids(params.bad_words, tokenizer)
+        compiled = compiled_grammar(params, tokenizer, vocab_size, eos)
+        ids = model.limits.checked(prompt)
+        reply = ANSWER if tokenizer is None else reply_start(tokenizer, ids)
+        begins_after = tokenizer.token_id(END_THINK) if tokenizer is not None and reply.thinking else None
+
+        def new_stop() -> StopChecker:
+            decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
+            return StopChecker(stop_params, eos, decoder, controls)
+
+        def new_rules() -> LogitsRules:
+            grammar = None if compiled is None else GrammarState(compiled, begins_after)
+            return LogitsRules(params, words, {*stop_params.stop_token_ids, *eos}, vocab_size, grammar)
+
+        new_rules()  # checks token ids, and functions
+        return cls(ids, params, reply, new_stop, new_rules)
 
 
 @dataclass
@@ -115,44 +177,21 @@ class Request:
             ValueError: the prompt cannot be run, parameters of another type or with unknown token ids, or stop strings
                 without a tokenizer.
         """
-        params = checked_params(params).resolved(runner.generation.sampling)
         if not is_integer(index):
             raise ValueError(f"index={shown(index)}: must be an integer, which random numbers depend on")
-        unknown = [token for token in params.stop_token_ids if token >= runner.config.vocab_size]
-        if unknown:
-            raise ValueError(f"stop_token_ids {unknown}: the vocabulary has {runner.config.vocab_size} tokens")
-
-        stop_params = params if tokenizer is None else with_stop_tokens(params, tokenizer)
-        controls = {} if tokenizer is None else control_tokens(tokenizer)
-        words = bad_word_ids(params.bad_words, tokenizer)
-        stop_ids = {*stop_params.stop_token_ids, *runner.eos_token_ids}
-        compiled = compiled_grammar(params, tokenizer, runner.config.vocab_size, runner.eos_token_ids)
-
-        def new_stop() -> StopChecker:
-            decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
-            return StopChecker(stop_params, runner.eos_token_ids, decoder, controls)
-
-        ids = list(runner.sequence(prompt).token_ids)
-        reply = ANSWER if tokenizer is None else reply_start(tokenizer, ids)
-        begins_after = tokenizer.token_id(END_THINK) if tokenizer is not None and reply.thinking else None
+        checked = CheckedPrompt.of(runner, tokenizer, prompt, params)
         first, *others = [
             cls(
-                runner.sequence(ids),
-                ids,
-                params,
-                make_generator(params, index, completion),
-                new_stop(),
-                new_stop,
-                reply,
-                LogitsRules(
-                    params,
-                    words,
-                    stop_ids,
-                    runner.config.vocab_size,
-                    None if compiled is None else GrammarState(compiled, begins_after),
-                ),
+                runner.sequence(checked.token_ids),
+                checked.token_ids,
+                checked.params,
+                make_generator(checked.params, index, completion),
+                checked.new_stop(),
+                checked.new_stop,
+                checked.reply,
+                checked.new_rules(),
             )
-            for completion in range(params.n)
+            for completion in range(checked.params.n)
         ]
         first.others = list(others)
         for other in others:

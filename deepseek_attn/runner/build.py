@@ -18,7 +18,7 @@ from deepseek_attn.cache.prefix import PrefixCache
 from deepseek_attn.checkpoint.headers import check_headers
 from deepseek_attn.checkpoint.loader import load_model
 from deepseek_attn.checkpoint.source import CheckpointSource
-from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROLLBACK
+from deepseek_attn.config.defaults import DEFAULT_MAX_ROLLBACK
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics, numerics_for
 from deepseek_attn.config.options import (
@@ -42,7 +42,7 @@ from deepseek_attn.models.families import Family, get_family
 from deepseek_attn.runner.ahead.compilation import compiling_ahead
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.cpu_threads import CpuThreads
-from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
+from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter, check_drafts
 from deepseek_attn.runner.expert_files import ExpertFiles, check_cache
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.host_experts import hold_experts
@@ -109,8 +109,8 @@ def build_runner(
     keys = None if attention.reference_only or problem_on(device) else _prepare_keys()
     experts = ExpertMemory(expert_memory, expert_cache_bytes)
     family = get_family(config, numerics, dtype, device, attention, parallel, experts)
-    limit = config.max_position_embeddings
-    max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
+    limits = TokenLimits.of(config, max_model_len)
+    max_model_len = limits.max_model_len
     layers = None if layers is None else as_list(layers, "layers: numbers of layers")
     sizes = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
     check_sizes(config, layers, *sizes, max_snapshots, kv_cache_bytes)
@@ -141,6 +141,10 @@ def build_runner(
         layout = layout_of(model)
         family.workspace_rows(model, layout)  # refuses options before weights are loaded
         _trailing_parts(family, model, approximate_prefill)
+        if expected_drafts:
+            stored = any(name.startswith("mtp.") for name in canonical.entries())
+            stages = 0 if isinstance(model, AttentionStack) or not stored else len(model.mtp)
+            check_drafts(expected_drafts, stages, config, layout)
         check_cache(model, canonical.entries(), experts)
         memory, host_memory = load_memory(device, parallel)
         report = load_model(model, canonical, layers, attention_only, progress, memory, host_memory)
@@ -165,7 +169,7 @@ def build_runner(
             pools=pools,
             workspace=workspace,
             manager=manager,
-            limits=TokenLimits(config.vocab_size, max_model_len, limit),
+            limits=limits,
             builder=family.metadata_builder(model, pools, mtp=False),
             drafter=_drafter(family, model, pools, manager),
             prefixes=PrefixCache(manager) if max_snapshots else None,

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from deepseek_attn.attention.builder import INDEX_ALIGN, MetadataBuilder, StepInput
-from deepseek_attn.cache.layout import WINDOW, WINDOW_PAGE
+from deepseek_attn.cache.layout import WINDOW, WINDOW_PAGE, CacheLayout
 from deepseek_attn.cache.manager import CacheManager
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.options import is_integer
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.indices import step_indices
 from deepseek_attn.models.block import Backbone
@@ -43,7 +45,6 @@ class Drafter(ABC):
 
     Attributes:
         builder: builds the metadata of the draft layers' own caches.
-        max_drafts: most drafts after a token; None: any number.
         drafts_in_graphs: `DecodeGraphs` draft within a decode step, too.
     """
 
@@ -52,10 +53,6 @@ class Drafter(ABC):
     manager: CacheManager
     device: torch.device
     drafts_in_graphs: ClassVar[bool]
-
-    @property
-    @abstractmethod
-    def max_drafts(self) -> int | None: ...
 
     @abstractmethod
     def rows_past_end(self, num_drafts: int) -> int:
@@ -88,14 +85,33 @@ class Drafter(ABC):
         """
 
 
+def check_drafts(num_drafts: int, num_layers: int, config: AnyConfig, layout: CacheLayout) -> None:
+    """Raises ValueError for a number of drafts per step that a model does not make.
+
+    Args:
+        num_layers: MTP layers, or DSpark stages, that have weights.
+    """
+    # a step that failed can be repeated in place if it had at most max_rollback tokens of a request
+    limit = min(layout.max_rollback, layout.max_num_batched_tokens) - 1
+    if not num_layers:
+        raise ValueError(
+            "speculation needs an MTP layer or a DSpark drafter, and this model has none "
+            "(num_nextn_predict_layers is 0, or only some layers were loaded); leave it out"
+        )
+    most = None if config.dspark is None else config.dspark.dspark_block_size
+    if most is not None and is_integer(num_drafts) and num_drafts > most:
+        raise ValueError(f"{num_drafts} drafts per step: dspark_block_size {most} is the most that DSpark drafts")
+    if not is_integer(num_drafts) or not 1 <= num_drafts <= limit:
+        raise ValueError(
+            f"{num_drafts!r} drafts per step: supported are 1 to {limit}, one less than "
+            f"max_rollback={layout.max_rollback} and max_num_batched_tokens={layout.max_num_batched_tokens} allow"
+        )
+
+
 class MTPDrafter(Drafter):
     """The MTP layer: drafts after the first come from its own hidden states."""
 
     drafts_in_graphs = True
-
-    @property
-    def max_drafts(self) -> None:
-        return None
 
     def rows_past_end(self, num_drafts: int) -> int:
         return num_drafts - 1

@@ -110,8 +110,7 @@ class LoadedModel:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text."""
-        tokens = self.generation.eos_token_ids
-        return self.config.eos_token_ids if tokens is None else tokens
+        return self.generation.eos_of(self.config)
 
     @property
     def closed(self) -> bool:

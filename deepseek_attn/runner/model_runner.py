@@ -25,7 +25,7 @@ from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.parallel import StepNeeds
 from deepseek_attn.models.block import layer_specs
 from deepseek_attn.runner.build import build_runner
-from deepseek_attn.runner.drafting import BlockDrafter, DraftRows
+from deepseek_attn.runner.drafting import BlockDrafter, DraftRows, check_drafts
 from deepseek_attn.runner.graphs import DecodeRun, DraftTokens
 from deepseek_attn.runner.logprobs import TokenLogprobs, check_top
 from deepseek_attn.runner.options import RunnerOptions, check_runner_options, lists_options
@@ -46,7 +46,6 @@ from deepseek_attn.runner.step import (
 from deepseek_attn.runner.step_runner import StepRunner
 from deepseek_attn.runner.token_records import RecordOptions, TokenRecords, record_path
 from deepseek_attn.runner.warm_up import WarmUp
-from deepseek_attn.utils.hub import HubModel
 from deepseek_attn.utils.tracing import traced
 from deepseek_attn.utils.turns import in_turn
 
@@ -78,11 +77,6 @@ class ModelRunner(StepRunner):
         layers = options.get("layers")
         if layers is not None:
             options["layers"] = layers = as_list(layers, "layers: numbers of layers")
-        if HubModel.parse(model) is None:
-            if not Path(model).exists():
-                raise ValueError(f"no checkpoint at {str(model)!r}: the directory does not exist")
-            if not Path(model).is_dir():
-                raise ValueError(f"{str(model)!r} is a file; a checkpoint is a directory with config.json and shards")
         with PretrainedSource(model, layers, options.get("attention_only", False)) as source:
             generation = GenerationConfig.from_pretrained(source.directory, source.config)
             runner = cls.from_source(source.config, source, **options)
@@ -145,22 +139,7 @@ class ModelRunner(StepRunner):
         Raises:
             ValueError: no MTP layer, or more drafts than a step can compute or `Sequence.truncate` take back.
         """
-        # a step that failed can be repeated in place if it had at most max_rollback tokens of a request
-        limit = min(self.layout.max_rollback, self.layout.max_num_batched_tokens) - 1
-        if not self.has_mtp:
-            raise ValueError(
-                "speculation needs an MTP layer or a DSpark drafter, and this model has none "
-                "(num_nextn_predict_layers is 0, or only some layers were loaded); leave it out"
-            )
-        most = self._need_drafter().max_drafts
-        if most is not None and isinstance(num_drafts, int) and num_drafts > most:
-            raise ValueError(f"{num_drafts} drafts per step: dspark_block_size {most} is the most that DSpark drafts")
-        if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or not 1 <= num_drafts <= limit:
-            raise ValueError(
-                f"{num_drafts!r} drafts per step: supported are 1 to {limit}, one less than "
-                f"max_rollback={self.layout.max_rollback} and "
-                f"max_num_batched_tokens={self.layout.max_num_batched_tokens} allow"
-            )
+        check_drafts(num_drafts, len(self.mtp_layers), self.config, self.layout)
         self.decode_query_len = max(self.decode_query_len, 1 + num_drafts)
 
     @in_turn

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from deepseek_attn.cache.files import load_cache, save_cache
 from deepseek_attn.cache.manager import CacheManager, SequenceCache
+from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.runner.prompts import TokenIds, shown, token_list
 from deepseek_attn.utils.turns import Turns, in_turn
@@ -25,6 +27,22 @@ class TokenLimits:
     vocab_size: int
     max_model_len: int
     max_position_embeddings: int
+
+    @classmethod
+    def of(cls, config: AnyConfig, max_model_len: int | None) -> TokenLimits:
+        """The limits of a runner with this option."""
+        limit = config.max_position_embeddings
+        return cls(
+            config.vocab_size, min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len, limit
+        )
+
+    def checked(self, token_ids: TokenIds) -> list[int]:
+        """The tokens of a prompt; ValueError for none, for one outside the vocabulary, or for too many."""
+        ids = [self.check_token(token) for token in token_list(token_ids)]
+        if not ids:
+            raise ValueError("empty prompt: at least one token is needed (a plain prompt begins with the BOS token)")
+        self.check_length(len(ids))
+        return ids
 
     def check_token(self, token: int) -> int:
         """The token as an int; ValueError if it is not in the vocabulary."""
@@ -73,10 +91,7 @@ class Sequence:
         Raises:
             ValueError: no tokens, a token outside the vocabulary, or more than ``max_model_len``.
         """
-        ids = [limits.check_token(token) for token in token_list(token_ids)]
-        if not ids:
-            raise ValueError("empty prompt: at least one token is needed (a plain prompt begins with the BOS token)")
-        limits.check_length(len(ids))
+        ids = limits.checked(token_ids)
         if not isinstance(cache, SequenceCache | None):
             raise ValueError(f"cache is {shown(cache)}: pass the SequenceCache of a sequence, or None")
         return cls(ids, manager.create() if cache is None else cache, manager, limits, fingerprint)

@@ -11,8 +11,10 @@ import sys
 import pytest
 import torch
 
+from deepseek_attn.checkpoint.safetensors_source import SafetensorsSource
 from deepseek_attn.cli import COMMANDS, main
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.data import SMALL_CHECKPOINT
 from tests.support.exit_codes import exit_code
 
 
@@ -107,7 +109,7 @@ FILES = {
         ("--out full", "full exists and is not an empty directory"),
     ],
     "crop": [
-        ("--model none --out o --layers 0", "'none' is not a directory, JSON file or preset"),
+        ("--model none --out o --layers 0", "no checkpoint at 'none'"),
         ("--model unweighted --out o --layers 0", "no safetensors checkpoint in unweighted"),
         ("--model {MODEL} --out full --layers 0", "full exists and is not an empty directory"),
         ("--model {MODEL} --out full --layers 0 --overwrite", "only what `deepseek-attn crop` wrote is overwritten"),
@@ -121,7 +123,7 @@ FILES = {
         ("file --list", "file is not a safetensors file"),
         ("banana --write o", "no fixture banana: there are v4_swa_layer"),
         ("--write file", "file is a file; choose another place"),
-        ("--write o --model none --layers 0", "'none' is not a directory, JSON file or preset"),
+        ("--write o --model none --layers 0", "no checkpoint at 'none'"),
         ("--write o --model {MODEL} --layers 0,9", "layers [9] do not exist: the model has layers 0 to 0"),
     ],
     "bench": [
@@ -232,7 +234,7 @@ def test_score(checkpoint, place, capsys, flags, message):
         (("--prompt", "x", "--out", "o"), "--out is for the lines of --prompts"),
         (("--prompts", "file", "--resume"), "--resume goes on from the lines of --out: name that file"),
         (("--prompt", "x", "--system", ""), "--system needs --chat"),
-        (("--prompt", "x", "--stop-token-id", "99999"), "--stop-token-id 99999: the vocabulary has"),
+        (("--prompt", "x", "--stop-token-id", "99999"), "stop_token_ids [99999]: the vocabulary has"),
         (("--prompt", "x", "--temperature", "nan"), "--temperature nan: must be at least 0 and finite"),
         (("--prompt", "x", "--n", "1000000"), "--n 1000000: must be 1 to 16384"),
         (("--prompt", "x", "--repetition-penalty", "1e-300"), "--repetition-penalty 1e-300: must be 0.001 to 1000"),
@@ -268,7 +270,7 @@ INSPECT = ("--prompt", "x y z", "--out", "o.html")
         ((*INSPECT, "--top", "0"), "--top 0: must be at least 1"),
         ((*INSPECT, "--top", str(2**63 - 1)), "and 200000 are kept: choose fewer layers than 1 or a smaller top"),
         ((*INSPECT, "--layers", "1"), "layers=[1]: there are layers [0]"),
-        ((*INSPECT, "--model", "none"), "not a directory, JSON file or preset"),
+        ((*INSPECT, "--model", "none"), "no checkpoint at 'none'"),
         ((*INSPECT, "--model", "full"), "config.json"),
         (("--out", "o.html", "--prompt", "\udc80"), "character 0 of the text is '\\udc80', a lone surrogate"),
         (("--out", "o.html", "--token-ids", "99999"), "token id 99999 is not in the vocabulary"),
@@ -408,3 +410,36 @@ def test_no_standard_input(checkpoint, place, capsys, monkeypatch):
     assert "--messages -: standard input is closed" in refused(capsys, place, *command, "--messages", "-")
     assert main([*command, "--chat"]) == 0
     assert "prompt: Once upon a time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("generate", "--prompt", "x", "--allowed-token-ids", "2,99999"), "allowed_token_ids has the ids [99999]"),
+        (("generate", "--prompt", "x", "--stop-token-id", "99999"), "stop_token_ids [99999]"),
+        (("generate", "--prompt", "x", "--min-tokens", "300"), "min_tokens=300: must be at most max_tokens=256"),
+        (("generate", "--prompt", "x", "--json-schema", '{"type": 3}'), "type must be a string"),
+        (("generate", "--prompt", "x" * 40, "--max-model-len", "20"), "exceeds max_model_len=20"),
+        (("generate", "--token-ids", "1,99999"), "token id 99999 is not in the vocabulary"),
+        (("generate", "--chat", "--prompt", "x", "--reasoning-effort", "some"), "reasoning_effort='some'"),
+        (("generate", "--prompts", "lines", "--logit-bias", "99999=1"), "logit_bias has the ids [99999]"),
+        (("generate", "--prompt", "x", "--speculate", "9", "--max-num-batched-tokens", "8"), "supported are 1 to 7"),
+        (("generate", "--prompt", "x", "--profile", "full"), "no trace can be written to full"),
+        (("score", "--token-ids", "far.json", "--out", "o"), "token id 99999 is not in the vocabulary"),
+        (("score", "--token-ids", "ids.json", "--out", "o", "--records", "file"), "the folder 'file' cannot be made"),
+        (("inspect", "--token-ids", "1,99999", "--out", "o.html"), "token id 99999 is not in the vocabulary"),
+    ],
+)
+def test_wrong_input_is_refused_before_weights_are_read(place, capsys, monkeypatch, command, message):
+    (place / "far.json").write_text("[[1, 99999]]")
+    (place / "lines").write_text('{"prompt": "x", "n": 2}\nanother\n')
+    for method in ("read", "read_part", "read_shard", "view"):
+        monkeypatch.setattr(SafetensorsSource, method, lambda *args: pytest.fail("weights were read"))
+    assert message in refused(capsys, place, *command, "--model", str(SMALL_CHECKPOINT))
+
+
+def test_parameters_of_a_line_replace_flags_that_the_model_refuses(place, capsys):
+    (place / "lines").write_text('{"prompt": "x", "max_tokens": 1, "stop_token_ids": []}\n')
+    flags = ("--model", str(SMALL_CHECKPOINT), "--prompts", "lines", "--stop-token-id", "99999")
+    assert main(["generate", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["finish_reason"] == "length"

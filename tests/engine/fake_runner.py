@@ -114,9 +114,10 @@ class FakeRunner:
         manager = CacheManager(pools)
         return cls(config, layout, pools, manager, layers, PrefixCache(manager) if layout.max_snapshots else None)
 
+    limits = property(lambda self: TokenLimits.of(self.config, self.layout.max_model_len))
+
     def sequence(self, token_ids: Iterable[int]) -> Sequence:
-        limits = TokenLimits(self.config.vocab_size, self.layout.max_model_len, self.config.max_position_embeddings)
-        return Sequence.create(token_ids, self.manager, limits, dict)
+        return Sequence.create(token_ids, self.manager, self.limits, dict)
 
     def oracle(self, tokens: list[int]) -> int:
         return oracle_token(tokens, self.layout.window, self.layers)

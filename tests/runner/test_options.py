@@ -29,7 +29,7 @@ def test_names_and_types_are_those_of_build_runner():
 @pytest.mark.parametrize(
     ("function", "own"),
     [
-        (LLM, ["model", "speculate"]),
+        (LLM, ["model", "speculate", "before_load"]),
         (ModelRunner.from_pretrained, ["model"]),
         (ModelRunner.from_config, ["config", "seed"]),
         (ModelRunner.from_source, ["config", "source"]),

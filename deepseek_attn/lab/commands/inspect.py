@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> None:
     from deepseek_attn.lab.inspect.inspection import choose_reads
     from deepseek_attn.lab.inspect.records import MADE_BY
     from deepseek_attn.runner.model_runner import ModelRunner
+    from deepseek_attn.runner.sequence import TokenLimits
     from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
     from deepseek_attn.utils.files import check_output, check_replaceable
 
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> None:
         if tokenizer is None:
             raise ValueError(f"{source.directory} has no tokenizer.json: give the prompt by --token-ids")
         prompt = tokenizer.encode_prompt(prompt, config.max_position_embeddings)
+    TokenLimits.of(config, len(prompt)).checked(prompt)
     options.update(max_model_len=len(prompt), max_num_seqs=1, max_snapshots=0)
     queries = None if ranges is None else expand(ranges, len(prompt))
     # report wrong choices before the weights are loaded

@@ -1,0 +1,75 @@
+"""Prompts of one checkpoint: text and conversations to token ids, and checks that need no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Unpack
+
+from deepseek_attn.config.generation import GenerationConfig
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.engine.request import CheckedPrompt
+from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.runner.prompts import TokenIds, token_list
+from deepseek_attn.runner.sequence import TokenLimits
+from deepseek_attn.text.chat import ChatOptions, build_prompt
+from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
+
+Prompt = str | TokenIds
+
+
+class Prompts:
+    """Makes and checks the prompts of one checkpoint, also before its weights are loaded.
+
+    Args:
+        directory: the checkpoint's folder.
+        max_model_len: the option of the runner.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or has ids beyond the model's vocabulary.
+
+    Attributes:
+        tokenizer: None when the checkpoint has no ``tokenizer.json`` (token ids only).
+        limits: of a runner with this option.
+    """
+
+    def __init__(self, directory: Path, config: AnyConfig, max_model_len: int | None = None):
+        self.directory, self.config = directory, config
+        self.limits = TokenLimits.of(config, max_model_len)
+        self.tokenizer: Tokenizer | None = None
+        if (directory / TOKENIZER_FILE).is_file():
+            self.tokenizer = Tokenizer(directory)
+            self.tokenizer.check_ids(config.vocab_size)
+
+    def token_ids(self, prompt: Prompt) -> TokenIds:
+        """The token ids of text, with BOS in front; token ids as they are."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("empty prompt: write some text, or pass token ids")
+            prompt = self._need_tokenizer().encode_prompt(prompt, self.limits.max_model_len)
+        if self.tokenizer is None:
+            return prompt
+        ids = token_list(prompt)
+        self.tokenizer.check_images(ids)
+        return ids
+
+    def chat(self, messages: list[dict], **options: Unpack[ChatOptions]) -> tuple[list[int], str]:
+        """See `LLM.chat_prompt`."""
+        if unknown := sorted(options.keys() - ChatOptions.__annotations__.keys()):
+            supported = ", ".join(ChatOptions.__annotations__)
+            raise ValueError(f"no such options of a chat: {', '.join(unknown)}; there are {supported}")
+        limit = self.limits.max_model_len
+        return build_prompt(self._need_tokenizer(), self.directory, messages, max_tokens=limit, **options)
+
+    def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Raises ValueError where `LLM.generate` would, before anything is loaded."""
+        CheckedPrompt.of(self, self.tokenizer, self.token_ids(prompt), params)
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """The checkpoint's sampling defaults."""
+        return GenerationConfig.from_pretrained(self.directory, self.config, warn=False)  # the runner warns
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.directory} has no tokenizer.json, so only token ids can be prompts")
+        return self.tokenizer
