@@ -75,7 +75,8 @@ def _tables(plan: CropPlan) -> list[int]:
 def _kept_of_each_layer(values: Any, plan: CropPlan) -> Any:
     """A list with an entry for each backbone layer, and maybe for MTP layers behind them."""
     if not isinstance(values, list):  # an object from ratio to bool
-        return copy.deepcopy(values)
+        ratios = {str(plan.config.layers[layer].ratio) for layer in plan.layers}
+        return {ratio: value for ratio, value in values.items() if ratio in ratios}
     behind = [] if "mtp" in plan.without else values[plan.config.num_hidden_layers :]
     return [values[layer] for layer in plan.layers] + behind
 

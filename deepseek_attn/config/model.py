@@ -42,8 +42,8 @@ class ModelConfig(DeepseekV4Base):
     The schedule is any list of ratios >= 0 in ``compress_ratios``, backbone layers first. As in DeepSeek's
     inference/model.py, ratio 4 means overlapping windows and an indexer, every other ratio neither. Two keys of our own
     override that: ``compress_overlap`` and ``compress_indexer``, each a list with one bool per backbone layer or an
-    object from ratio to bool, such as ``{"16": true}``; ratios it does not name keep the rule. In transformers'
-    ``layer_types`` the name decides: ``compressed_sparse_attention`` has both whatever its rate, and
+    object from ratios of the schedule to bool, such as ``{"16": true}``; ratios it does not name keep the rule. In
+    transformers' ``layer_types`` the name decides: ``compressed_sparse_attention`` has both whatever its rate, and
     ``heavily_compressed_attention`` neither.
     """
 
@@ -144,6 +144,10 @@ class ModelConfig(DeepseekV4Base):
     def adapt(self, raw: dict[str, Any], changes: Mapping[str, Any]) -> None:
         if "num_hidden_layers" in changes and "compress_ratios" not in changes:
             self._shorten(raw, changes["num_hidden_layers"])
+        for key in ("compress_overlap", "compress_indexer"):
+            left = changes.get("compress_ratios", raw["compress_ratios"])
+            if isinstance(by_ratio := raw.get(key), dict) and isinstance(left, (list, tuple)):
+                raw[key] = {ratio: value for ratio, value in by_ratio.items() if int(ratio) in left}
         if changes.get("quantization_config", raw) is None:
             raw.pop("expert_dtype", None)
         if self.dspark is not None:

@@ -89,7 +89,9 @@ def _branches_of_layer_types(reader: FieldReader, num_layers: int | None) -> lis
     names = reader.as_list("layer_types", reader.raw.get("layer_types"))
     if names is None:
         return None
-    rates = _read_rates(reader, [name for name in RATES if name in names])
+    given = {*names, *(reader.mapping("compress_rates") or {})}
+    given |= {name for name, (legacy, _) in RATES.items() if reader.raw.get(legacy) is not None}
+    rates = _read_rates(reader, [name for name in RATES if name in given])
     checked = {name: reader.as_integer(f"compress_rates.{name}", rate) for name, rate in rates.items()}
     known = {name: rate for name, rate in checked.items() if rate is not None}
     _check_length(reader, "layer_types", names, num_layers, "sliding_attention")
@@ -146,7 +148,13 @@ def _read_override(reader: FieldReader, key: str, branches: list[Branch], defaul
     if raw is None:
         return default
     if isinstance(raw, Mapping):
-        bad = [k for k, v in raw.items() if not re.fullmatch(r"[0-9]+", str(k)) or not isinstance(v, bool)]
+        bad = [k for k, v in raw.items() if not re.fullmatch(r"0|[1-9][0-9]*", str(k)) or not isinstance(v, bool)]
+        ratios = sorted({b.ratio for b in branches})
+        if absent := [k for k in raw if k not in bad and int(k) not in ratios]:
+            reader.problem(
+                f"{key} names the ratios {', '.join(map(str, absent))}, and no layer has them: there are "
+                f"{', '.join(map(str, ratios))}; correct or drop them"
+            )
         by_ratio = {str(k): v for k, v in raw.items() if k not in bad}
         values = [by_ratio.get(str(b.ratio), d) for b, d in zip(branches, default, strict=True)]
     elif isinstance(raw, (list, tuple)):

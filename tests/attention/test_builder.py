@@ -25,7 +25,7 @@ def make_builder(ratios=(0, 4, 128, 16, 4), window=13, rollback=5, max_model_len
     """Layers of every kind: window only, indexer, all entries, overlap without indexer."""
     config = ModelConfig.from_preset("tiny").replace(
         num_hidden_layers=len(ratios), num_hash_layers=0, num_nextn_predict_layers=0, compress_ratios=list(ratios),
-        compress_overlap={"16": True}, sliding_window=window,
+        compress_overlap={"16": True} if 16 in ratios else None, sliding_window=window,
     )  # fmt: skip
     layout = make_layout(config, get_numerics("exact"), torch.float32, max_model_len, 8, 500, rollback)
     return MetadataBuilder(config.layers, layout, device)

@@ -359,6 +359,14 @@ def test_packed_quantised_experts(models, tmp_path):
 # the config
 
 
+def test_overrides_by_ratio_keep_the_ratios_of_the_kept_layers():
+    raw = v4().to_dict() | {"compress_overlap": {"4": False, "128": True}, "compress_indexer": {"128": False}}
+    config = ModelConfig.from_dict(raw)
+    [layer] = [layer.index for layer in config.layers if layer.ratio == 4][:1]
+    changed = crop_config(raw, CropPlan.make(config, [layer], 3))
+    assert (changed["compress_overlap"], changed["compress_indexer"]) == ({"4": False}, {})
+
+
 def test_the_spelling_of_a_config_stays():
     """Lists by layer, names of modules, and a key that nobody knows."""
     raw = v4().to_dict() | {

@@ -222,3 +222,28 @@ def test_preset_name_does_not_hide_a_directory(tmp_path, monkeypatch, tiny):
     assert ModelConfig.from_pretrained("tiny") == ModelConfig.from_preset("tiny")
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(tiny | {"index_topk": 3}))
     assert ModelConfig.from_pretrained("tiny").index_topk == 3
+
+
+@pytest.mark.parametrize("key", ["compress_overlap", "compress_indexer"])
+def test_an_override_names_ratios_of_the_schedule(key):
+    tiny = ModelConfig.from_preset("tiny").to_dict()
+    [problem] = problems_of(tiny | {key: {"8": True, "4": False}})
+    assert problem == f"{key} names the ratios 8, and no layer has them: there are 0, 4, 128; correct or drop them"
+    assert f"{key}['04'] is False" in problems_of(tiny | {key: {"04": False}})[0]
+    config = ModelConfig.from_dict(tiny | {key: {"4": False}})
+    assert config.replace(num_hidden_layers=1).to_dict().keys().isdisjoint({key})
+    assert config.replace(compress_ratios=[0] * 7).to_dict().keys().isdisjoint({key})
+    with pytest.raises(ValueError, match="compress_ratios is 5"):
+        config.replace(compress_ratios=5)
+
+
+def test_rates_of_layer_types_that_no_layer_has_are_checked():
+    raw = ModelConfig.from_preset("tiny").to_dict() | {
+        "compress_ratios": None,
+        "layer_types": ["sliding_attention"] * 6,
+    }
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": -128}
+    assert problems_of(raw | {"compress_rates": rates}) == [
+        "compress_rates.heavily_compressed_attention is -128: expected a positive integer"
+    ]
+    assert "compress_rates.compressed_sparse_attention is 'x'" in problems_of(raw | {"compress_rate_csa": "x"})[0]

@@ -81,7 +81,8 @@ def test_ape_is_interpolated_by_position(ratio, expected):
             tensor = super().read(name)
             return torch.arange(8.0)[:, None].expand(tensor.shape).clone() if name.endswith(".ape") else tensor
 
-    config = own.replace(compress_ratios=[0, ratio], compress_indexer={"4": False}, compress_overlap={"4": False})
+    neither = {str(ratio): False}
+    config = own.replace(compress_ratios=[0, ratio], compress_indexer=neither, compress_overlap=neither)
     ape = RescheduledSource(Ramp(own, 0), own, config).read("layers.1.attn.compressor.ape")
     if expected is None:  # between the rows, in order, flat beyond the outermost ones
         expected = [min(max((i + 0.5) / 2 - 0.5, 0.0), 7.0) for i in range(16)]
