@@ -320,13 +320,12 @@ def test_layers_of_two_formats_have_stacks_of_their_own():
                 assert torch.equal(target.weight[found[experts].long()], source.weight[experts])
 
 
-def test_kernels_are_listed_ahead(monkeypatch):
+def test_kernels_are_listed_ahead():
     """Those of single tokens, which fetch what they need, and of prompts, which count uses alone."""
     pytest.importorskip("triton", reason="the package triton is not installed")
     from deepseek_attn.runner.ahead.recording import recorded_launches
     from deepseek_attn.runner.kernel_list import KernelLists
 
-    monkeypatch.setattr(held_rows, "AHEAD_LOAD", 1.0)  # of a layer of few experts
     config, gpu = ModelConfig.from_preset("tiny_gpu"), GPU((9, 0), 132)
     request = RunnerRequest.of(
         config, RandomSource(config).entries(), numerics=numerics_for(config, "serving", None), dtype=torch.bfloat16,
