@@ -34,7 +34,6 @@ NOT_MEASURED = "not measured"
 P = TypeVar("P")
 ProblemT = TypeVar("ProblemT", contravariant=True)  # a condition on any problem applies to each problem type
 PlanT = TypeVar("PlanT")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,6 +124,11 @@ class RowsProblem:
     def planned_rows(self) -> int:
         """Rows that the launch is configured for."""
         return MANY_ROWS if self.batch_invariant else self.rows
+
+    @property
+    def values(self) -> int:
+        """Values of all rows."""
+        return self.rows * self.channels
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8_triton import decode_e4m3, decode_e8m0
 from deepseek_attn.kernels.common.row_ops_triton import pdl_begin
+from deepseek_attn.kernels.engram.types import SCALE_GROUP
+
+_GROUP = tl.constexpr(SCALE_GROUP)
 
 
 class EngramGate(NamedTuple):
@@ -37,20 +40,19 @@ def engram_dequantize_kernel(
     out_ptr,
     rows,
     COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program ``(i,)``: ``ROWS`` rows of ``COLUMNS`` e4m3 bytes, with a scale for each ``GROUP`` of them."""
+    """Program ``(i,)``: ``ROWS`` rows of ``COLUMNS`` e4m3 bytes, with a scale for each `SCALE_GROUP` of them."""
     pdl_begin(PDL)  # wait until the rows have been written
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < COLUMNS)
     value = tl.load(values_ptr + row * COLUMNS + column, mask=inside, other=0)
     # columns of a group load the same byte
-    scale = decode_e8m0(tl.load(scales_ptr + row * (COLUMNS // GROUP) + column // GROUP, mask=inside, other=0))
+    scale = decode_e8m0(tl.load(scales_ptr + row * (COLUMNS // _GROUP) + column // _GROUP, mask=inside, other=0))
     value = decode_e4m3(value, NATIVE_FP8, tl.float32) * scale
     tl.store(out_ptr + row * COLUMNS + column, value.to(out_ptr.dtype.element_ty), mask=inside)
 

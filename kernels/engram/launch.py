@@ -10,7 +10,7 @@ from deepseek_attn.kernels.common.plans import RowsProblem, cdiv
 from deepseek_attn.kernels.engram.engram_triton import EngramGate, engram_dequantize_kernel, engram_gate_kernel
 from deepseek_attn.kernels.engram.plan import GATES, ROWS, TABLE_ROWS
 from deepseek_attn.kernels.engram.reference import SMALLEST, check_gate, check_rows
-from deepseek_attn.kernels.engram.types import SCALE_GROUP, TableRows
+from deepseek_attn.kernels.engram.types import TableRows
 
 
 def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
@@ -23,7 +23,6 @@ def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
         engram_dequantize_kernel[(cdiv(count, TABLE_ROWS),)](
             *(values.view(torch.uint8), scales, out, count),
             COLUMNS=columns,
-            GROUP=SCALE_GROUP,
             ROWS=TABLE_ROWS,
             BLOCK=plan.config.size,
             NATIVE_FP8=plan.native_fp8,

@@ -42,7 +42,7 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
     """See `deepseek_attn.kernels.hyper_connection.hc_collapse`."""
     check("streams", streams, ("T", "m", "D"), FLOATS)
     check("the norm's weight", norm, streams.shape[2:], torch.float32)
-    _check_pre(streams, weights)
+    check(f"weights of streams {list(streams.shape)}", weights, streams.shape[:2], torch.float32, contiguous=True)
     streams = streams.contiguous()
     x = torch.empty(len(streams), streams.shape[2], dtype=streams.dtype, device=streams.device)
     args = CollapseArguments(streams, weights, None, None, None, norm, x, None, None, None, rms_eps, 0.0)
@@ -143,9 +143,4 @@ def _check(streams: Tensor, hc: HyperConnection, pre: Tensor | None) -> None:
     check(f"base of {m} streams", hc.base, (rows,), torch.float32, contiguous=True)
     check(f"scale of {m} streams", hc.scale, (scales,), torch.float32, contiguous=True)
     check("the norm's weight", hc.norm, (D,), torch.float32)
-    _check_pre(streams, pre)
-
-
-def _check_pre(streams: Tensor, weights: Tensor | None) -> None:
-    name = f"weights that collapse streams {list(streams.shape)}"
-    check(name, weights, streams.shape[:2], torch.float32, contiguous=True)
+    check(f"weights of streams {list(streams.shape)}", pre, streams.shape[:2], torch.float32, contiguous=True)

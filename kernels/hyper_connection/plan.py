@@ -16,7 +16,6 @@ from deepseek_attn.kernels.common.plans import (
     Row,
     RowsProblem,
     Table,
-    condition,
     has,
     next_power_of_2,
     one_kernel,
@@ -63,11 +62,6 @@ class StreamsPlan:
     collapse: Choice
 
 
-@condition
-def _little_output(p: StreamsProblem, gpu: GPU) -> bool:
-    return p.rows * p.channels < 1 << 18 and not p.batch_invariant
-
-
 def _post_tiles(most: int) -> Callable[[StreamsProblem, GPU], LaunchBlock]:
     """Tiles of up to ``most`` channels; 1024 channels take four warps."""
 
@@ -83,10 +77,11 @@ def _balanced_tokens(p: StreamsProblem, gpu: GPU) -> LaunchBlock:
     return LaunchBlock(128 if p.rows >= MANY_TOKENS and not p.batch_invariant else 1)
 
 
+LITTLE_OUTPUT = up_to("values", (1 << 18) - 1) & ~has("batch_invariant")
 _GROUPS = "h200_narrow_products.json: rows_of_groups"
 
 POSTS = one_kernel(
-    "hyper_connection.post", "hc_post_kernel", (_little_output, _post_tiles(256)), (ANY, _post_tiles(1024))
+    "hyper_connection.post", "hc_post_kernel", (LITTLE_OUTPUT, _post_tiles(256)), (ANY, _post_tiles(1024))
 )
 PRODUCTS = Table(
     "hyper_connection.product",

@@ -7,7 +7,6 @@ little memory; with candidate blocks it also keeps blocks, or selects among the 
 from __future__ import annotations
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
@@ -55,6 +54,7 @@ from deepseek_attn.kernels.indexer.scores_hopper import index_scores_hopper_kern
 from deepseek_attn.kernels.indexer.scores_triton import ScoreRows, ScoresShape, index_scores_kernel
 from deepseek_attn.kernels.indexer.topk_triton import TopkRows, topk_kernel
 from deepseek_attn.kernels.indexer.types import (
+    KEY_FORMATS,
     MAX_TRITON_TOPK,
     SCORE_BYTES,
     TRITON_HEAD_DIM,
@@ -66,8 +66,6 @@ from deepseek_attn.kernels.indexer.types import (
 from deepseek_attn.kernels.insert.launch import head_launch
 from deepseek_attn.kernels.latent.launch import absorb_launch, absorb_queries
 from deepseek_attn.kernels.latent.types import LatentQueries
-
-_KEY_FORMATS = {"index_fp8": "fp8", "index_fp4": "fp4", "plain": "plain"}  # by name of the record
 
 
 def index_query(rows: IndexQueryRows) -> IndexQueries:
@@ -183,18 +181,18 @@ def launch_scores(
     q, pool, table, (T, H, dim), width = queries.q, keys.pool, keys.block_table, queries.q.shape, out.shape[1]
     if not out.numel() or not table.numel():
         return
-    key_format, rounded = _KEY_FORMATS[keys.record.name], queries.score_dtype != torch.float32
+    key_format, rounded = KEY_FORMATS[keys.record.name], queries.score_dtype != torch.float32
     exact = key_format == "plain" and (q.dtype != keys.record.dtype or q.dtype == torch.float32)
     aligned = all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0 for rows in (q, pool))
     problem = ScoresProblem(T, len(table), width, H, dim, key_format, exact, rounded, aligned, batch_invariant())
     plan = (SCORES if candidates is None else CANDIDATE_SCORES).plan(problem, gpu(out.device))
     config, grid = plan.config, (cdiv(T, plan.config.tokens), plan.config.splits)
     if key_format == "plain":
-        pool, dtype = pool.view(keys.record.dtype), tl.float32 if exact else TRITON_DTYPES[q.dtype]
+        pool, dtype = pool.view(keys.record.dtype), torch.float32 if exact else q.dtype
     elif plan.native_fp8:
-        pool, dtype = pool.view(torch.float8_e4m3fn) if key_format == "fp8" else pool, tl.float8e4nv
+        pool, dtype = pool.view(torch.float8_e4m3fn) if key_format == "fp8" else pool, torch.float8_e4m3fn
     else:
-        q, dtype = q.view(torch.uint8), tl.float16
+        q, dtype = q.view(torch.uint8), torch.float16
     rows = ScoreRows(q, queries.weights, pool, out, pool.stride(0), out.stride(0))
     lists = table, keys.token_to_req, num_visible
     arguments = rows, *lists, T, width, skip, table.stride(0)
@@ -205,7 +203,7 @@ def launch_scores(
         index_scores_decode_hopper_kernel[grid](*arguments, **constants, **launch_options(config.warps, True))
     else:
         shape = ScoresShape(
-            H, dim, keys.entries, key_format, plan.native_fp8, dtype, TRITON_DTYPES[queries.score_dtype],
+            H, dim, keys.entries, key_format, plan.native_fp8, TRITON_DTYPES[dtype], TRITON_DTYPES[queries.score_dtype],
             config.tokens, config.keys, config.stages,
         )  # fmt: skip
         options = {"SHAPE": shape, "num_stages": config.stages, **plan.options}
@@ -299,8 +297,8 @@ def checked_width(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tens
         ValueError: arguments that the kernels of scores do not take.
     """
     q, (record, pool, page_entries, block_table, token_to_req) = queries.q, keys
-    if record.name not in _KEY_FORMATS:
-        raise ValueError(f"index keys are records {', '.join(_KEY_FORMATS)}, got {record.name}")
+    if record.name not in KEY_FORMATS:
+        raise ValueError(f"index keys are records {', '.join(KEY_FORMATS)}, got {record.name}")
     dtypes = FLOATS if record.name == "plain" else (torch.float8_e4m3fn,)
     check(f"q for {record.name} keys", q, ("T", "H", record.dim), dtypes, contiguous=True)
     check("weights", queries.weights, q.shape[:2], torch.float32, contiguous=True)

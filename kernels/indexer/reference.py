@@ -57,8 +57,8 @@ def check_index_rows(rows: IndexQueryRows) -> None:
     check("q", rows.q, (len(rows.weights), "heads * dim"), FLOATS, rows=True)
     check("positions", rows.positions, (len(rows.weights),))
     check("cos_sin", rows.cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
-    if rows.key_format not in KEY_FORMATS:
-        raise ValueError(f"index keys are {', '.join(KEY_FORMATS)}, got {rows.key_format!r}")
+    if rows.key_format not in KEY_FORMATS.values():
+        raise ValueError(f"index keys are {', '.join(KEY_FORMATS.values())}, got {rows.key_format!r}")
 
 
 def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepseek_attn.cache.record import Record
 
-KEY_FORMATS = ("plain", "fp8", "fp4")
+KEY_FORMATS = {"plain": "plain", "index_fp8": "fp8", "index_fp4": "fp4"}  # by name of the record
 TRITON_HEAD_DIM = 128
 """Channels of the heads that the Triton kernel of `index_query` takes."""
 SCORE_BYTES = 64 << 20

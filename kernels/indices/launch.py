@@ -38,8 +38,7 @@ def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: in
     out = DecodeRows(
         _long(T, device),
         torch.empty(T, dtype=torch.bool, device=device),
-        torch.empty(requests, dtype=torch.int32, device=device),
-        torch.empty(requests, dtype=torch.int32, device=device),
+        *(torch.empty(requests, dtype=torch.int32, device=device) for _ in range(2)),
     )
     if T:
         tokens = _block("decode_rows_kernel", starts, T)

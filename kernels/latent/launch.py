@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu
+from deepseek_attn.kernels.common.device import fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
 from deepseek_attn.kernels.common.plans import SharedLaunch, cdiv, launch_options
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
@@ -88,8 +88,6 @@ def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | No
 
 
 def _problem(x: Tensor, weight: LatentWeight, quantize: bool = False) -> LatentProblem:
-    if x.dtype not in FLOATS:
-        raise ValueError(f"queries and latents are float32, bfloat16 or float16, got {x.dtype}")
     return LatentProblem(len(x), weight.shape[1], batch_invariant(), x.dtype, weight.scale is not None, quantize)
 
 

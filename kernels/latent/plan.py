@@ -44,11 +44,6 @@ class LatentProblem(RowsProblem):
     fp8_weight: bool = False
     quantize: bool = False
 
-    @property
-    def token_tile(self) -> int:
-        """Tokens of a program: 8, 16, 32 or 64; 64 where the order of sums must not depend on their number."""
-        return 64 if self.batch_invariant else min(64, max(8, next_power_of_2(self.rows)))
-
 
 class AbsorbTiles(NamedTuple):
     """Launch configuration of `absorb_queries_kernel` and `rotate_queries_kernel`.
@@ -85,7 +80,7 @@ class LatentPlan:
 
     Attributes:
         product: a kernel that computes everything, or cuBLAS, which multiplies.
-        tokens: of a program; of ``rotation``'s programs if there is a rotation.
+        tokens: of a program, 8 to 64; of ``rotation``'s programs if there is a rotation.
         dequantize: makes a plain weight for cuBLAS; None where the weight is read as it is.
         rotation: rotates queries and fills padding heads beside cuBLAS; None where the product's kernel does, or for
             values.
@@ -134,12 +129,16 @@ def registers_hold_weights(problem: LatentProblem, gpu: GPU) -> bool:
 
 one_launch = small_m | has("batch_invariant")
 # a tile of an FP8 weight has one scale; the launch with the indexer's heads needs four warps
-ABSORB_TILES = AbsorbTiles(WEIGHT_BLOCK, 1, 4)
 ABSORB = Table(
     "latent.absorb_queries",
     {"absorb_queries_kernel": half_precision & up_to("channels", MAX_NOPE), "cuBLAS": ANY},
     [
-        Row(one_launch, "absorb_queries_kernel", ABSORB_TILES, "h100_tune_v32.json: latent.absorb_queries"),
+        Row(
+            one_launch,
+            "absorb_queries_kernel",
+            AbsorbTiles(WEIGHT_BLOCK, 1, 4),
+            "h100_tune_v32.json: latent.absorb_queries",
+        ),
         Row(ANY, "cuBLAS", source="h100_tune_v32.json: latent.absorb_queries"),
     ],
 )
@@ -173,6 +172,7 @@ def plan_values(problem: LatentProblem, gpu: GPU) -> LatentPlan:
 
 def _plan(product: Choice, rotation: Choice | None, problem: LatentProblem, gpu: GPU) -> LatentPlan:
     if product.kernel != "cuBLAS":
-        return LatentPlan(product, problem.token_tile, None, None, quantize(problem, gpu), False)
+        tokens = min(64, max(8, next_power_of_2(problem.planned_rows)))
+        return LatentPlan(product, tokens, None, None, quantize(problem, gpu), False)
     dequantize = DEQUANTIZATION if problem.fp8_weight else None
     return LatentPlan(product, 1, dequantize, rotation, False, problem.batch_invariant)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.checks import check
+from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
 from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentQueries, LatentWeight, ProjectedValues
 
@@ -43,7 +44,7 @@ def check_queries(queries: LatentQueries) -> None:
     q, weight, cos_sin, positions, padded_heads = queries
     _check_weight("[heads, nope, rank] in the dtype of q", weight, q)
     (heads, nope, _), rope = weight.shape, cos_sin.shape[1]
-    check("q", q, ("T", heads * (nope + rope)), rows=True)
+    check("q", q, ("T", heads * (nope + rope)), FLOATS, rows=True)
     if padded_heads < heads or rope % 2:
         raise ValueError(
             f"need padded_heads >= {heads} and an even number of rotated channels, got {padded_heads} and {rope}"
@@ -56,7 +57,7 @@ def check_latents(latents: Tensor, weight: LatentWeight) -> None:
     """Raises ValueError unless latents have the heads and channels of the weight."""
     _check_weight("[heads, v_head_dim, rank] in the dtype of the latents", weight, latents)
     heads, _, rank = weight.shape
-    check("latents", latents, ("T", f"at least {heads}", rank), rows=True)
+    check("latents", latents, ("T", f"at least {heads}", rank), FLOATS, rows=True)
     if latents.shape[1] < heads:
         raise ValueError(f"latents must have at least {heads} heads, got {list(latents.shape)}")
 

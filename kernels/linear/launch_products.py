@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -41,7 +40,6 @@ _tiled = TensorDescriptor.from_tensor  # (tensor, tile, layout in shared memory)
 _BYTES = gl.NVMMASharedLayout(128, 8, 2)
 _PLAIN = gl.NVMMASharedLayout(128, 16, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
-_DOT_DTYPES = {**TRITON_DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 
 
 class Operands(NamedTuple):
@@ -73,7 +71,7 @@ def launch_triton(product: ProductPlan, operands: Operands) -> None:
     group = input_format.group if fp8 else 128
     strides = x.stride(0), q.stride(-2), q_scale.stride(1)
     group_strides = K, group_stride, K // group * q_scale.stride(1)
-    dot, plain_dot = ((_DOT_DTYPES[one.dtype], one.parts, one.precision) for one in product.dots)
+    dot, plain_dot = ((TRITON_DTYPES[one.dtype], one.parts, one.precision) for one in product.dots)
     multi_linear_kernel[(product.jobs,)](
         LinearInputs(x, q, q_scale, *strides, *group_strides),
         tuple(fp8_view(one.weight) for one in fp8),
@@ -100,10 +98,8 @@ def launch_hopper(product: ProductPlan, operands: Operands) -> None:
     config, (M, K), count = product.choice.config, q.shape[-2:], len(product.fp8.SIZES)
     fp8, plain = segments[:count], segments[count:]
     stride = q.stride(0) // q.stride(1) if groups > 1 else 0
-    if groups > 1:
+    if q.dim() == 3:  # by group; a rank may have a single one
         q = q.as_strided((stride * (groups - 1) + M, K), (q.stride(1), 1))
-    elif q.dim() == 3:  # a rank with a single group
-        q = q[0]
     registers = min(248, 65536 // (1 + config.spare) // (128 * config.warpgroups + 128)) // 8 * 8
     later_registers = min(240, (registers * (config.warpgroups + 1) - 40) // config.warpgroups // 8 * 8)
     pow2_scales = output is None or output.pow2_scales

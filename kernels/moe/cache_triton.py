@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deepseek_attn.kernels.moe.types import COPY_BYTES
 from deepseek_attn.kernels.moe.uses import DECAY, MAX_TOKENS, USE
 
 _DECAY, _USE, _MAX_TOKENS = tl.constexpr(DECAY), tl.constexpr(USE), tl.constexpr(MAX_TOKENS)
+_COPY_BYTES = tl.constexpr(COPY_BYTES)
 _KEPT = tl.constexpr((2**31 - 1) << 32)  # key of rows that this call needs: behind all others
 
 
@@ -44,8 +46,6 @@ def choose_rows_kernel(
     first,
     staged,
     E: tl.constexpr,
-    BINS: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
@@ -55,10 +55,11 @@ def choose_rows_kernel(
     Args:
         experts_ptr: ``[pairs]``, -1 for experts of other ranks.
         cache: `CacheState`; num_rows, first, staged: S, and rows, of `HostExperts`.
-        BINS, ROWS: powers of two, more than E and at least E.
         AHEAD: entries of ``cache.ahead`` that `choose_ahead_kernel` wrote for this call, 0 if it was not launched.
             None: only uses are counted.
     """
+    BINS: tl.constexpr = triton.next_power_of_2(E + 1)
+    ROWS: tl.constexpr = triton.next_power_of_2(E)
     expert = tl.arange(0, BINS)
     inside = expert < E
     if PDL:
@@ -131,8 +132,6 @@ def choose_ahead_kernel(
     num_rows,
     first,
     E: tl.constexpr,
-    BINS: tl.constexpr,
-    ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     TOPK: tl.constexpr,
     COPIES: tl.constexpr,
@@ -145,13 +144,13 @@ def choose_ahead_kernel(
         COPIES: experts at most. Other arguments: see `choose_rows_kernel`.
     """
     pair = tl.arange(0, PAIRS)
-    slot = tl.arange(0, ROWS)
+    slot = tl.arange(0, triton.next_power_of_2(E))
     inside = slot < num_rows
     if PDL:
         gdc_wait()  # until the router has written the experts
         gdc_launch_dependents()
     chosen = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-    tokens = tl.histogram(tl.where(chosen < 0, E, chosen), BINS)
+    tokens = tl.histogram(tl.where(chosen < 0, E, chosen), triton.next_power_of_2(E + 1))
     row = tl.load(cache.row + chosen, mask=chosen >= 0, other=0)
     # every token's first expert, then every token's second one
     turn = pair % TOPK * PAIRS + pair // TOPK
@@ -187,11 +186,11 @@ def _copy_job(
     move,
     unit,
     MOVES: tl.constexpr,
-    BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
     DROPS: tl.constexpr,
 ):
     """Copies one job of an expert; returns whether the expert is still wanted. Arguments: see `copy_experts_kernel`."""
+    BLOCK: tl.constexpr = _COPY_BYTES
     entry = parts_ptr + 4 * (tl.sum((starts <= unit).to(tl.int32), 0) - 1)
     nbytes = tl.load(entry + 2)
     start = (unit - tl.load(entry + 3)) * BLOCK
@@ -231,13 +230,11 @@ def copy_experts_kernel(
     units,
     MOVES: tl.constexpr,
     PARTS: tl.constexpr,
-    PARTS_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
     DROPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Persistent kernel: copies all parts of the listed experts from host memory to their rows, ``BLOCK`` bytes a job.
+    """Persistent kernel: copies all parts of the listed experts from host memory to their rows, `COPY_BYTES` a job.
 
     Args:
         parts_ptr: int64 ``[PARTS, 4]`` of `CopiedParts`; units: jobs of an expert.
@@ -245,7 +242,7 @@ def copy_experts_kernel(
         ALIGNED: words of 16 bytes are copied, else bytes.
         DROPS: there are MOVES experts, -1 for none; one that becomes -1 while the kernel runs is copied no further.
     """
-    part = tl.arange(0, PARTS_PADDED)
+    part = tl.arange(0, triton.next_power_of_2(PARTS))
     starts = tl.load(parts_ptr + 4 * part + 3, mask=part < PARTS, other=1 << 40)
     if PDL:
         gdc_wait()  # until the experts are listed
@@ -254,11 +251,11 @@ def copy_experts_kernel(
         job = tl.program_id(0)
         while job < MOVES * units:
             move = job // units
-            wanted = _copy_job(parts_ptr, starts, moves_ptr, move, job - move * units, MOVES, BLOCK, ALIGNED, DROPS)
+            wanted = _copy_job(parts_ptr, starts, moves_ptr, move, job - move * units, MOVES, ALIGNED, DROPS)
             # the program's next job, of the next expert if this one was dropped
             end = tl.where(wanted, job + 1, (move + 1) * units)
             job += tl.cdiv(end - job, tl.num_programs(0)) * tl.num_programs(0)
     else:
         for job in tl.range(tl.program_id(0), tl.load(num_moves_ptr) * units, tl.num_programs(0)):
             move = job // units
-            _copy_job(parts_ptr, starts, moves_ptr, move, job - move * units, MOVES, BLOCK, ALIGNED, DROPS)
+            _copy_job(parts_ptr, starts, moves_ptr, move, job - move * units, MOVES, ALIGNED, DROPS)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.checks import check
+from deepseek_attn.kernels.common.checks import check, contiguous_rows
 from deepseek_attn.kernels.common.device import fp8_view, gpu
 from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.plans import Choice, RowsProblem, cdiv, launch_options, next_power_of_2
@@ -40,11 +39,10 @@ from deepseek_attn.kernels.moe.experts_triton import (
 )
 from deepseek_attn.kernels.moe.launch_hopper import launch_hopper
 from deepseek_attn.kernels.moe.plan import CACHE_ROWS, COPIES, PASS_TOKENS, SELECTS, SWIGLUS, plan_experts
-from deepseek_attn.kernels.moe.problem import ExpertsPlan, ExpertsProblem, FetchProblem, ValuesProblem
+from deepseek_attn.kernels.moe.problem import ExpertsPlan, ExpertsProblem
 from deepseek_attn.kernels.moe.reference import MAX_CACHED, check_cache, check_experts, check_route
 from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, moe_select_kernel
 from deepseek_attn.kernels.moe.types import (
-    COPY_BYTES,
     UNGROUPED,
     CopiedParts,
     ExpertGroups,
@@ -66,7 +64,7 @@ def moe_route(
     if (count := groups.num_groups) & (count - 1):
         raise ValueError(f"{count} groups of experts: kernels choose from a power of two")
     (T, D), E = x.shape, len(weight)
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = contiguous_rows(x)
     experts = torch.empty(T, topk, dtype=torch.int64, device=x.device)
     weights = torch.empty(T, topk, dtype=torch.float32, device=x.device)
     if T == 0:
@@ -89,7 +87,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     if size := out.numel():
-        plan = SWIGLUS.plan(ValuesProblem(size), gpu(gate.device))
+        plan = SWIGLUS.plan(RowsProblem(size), gpu(gate.device))
         block = plan.config.size
         swiglu_kernel[(cdiv(size, block),)](
             gate, up, out, float(limit), size, CLAMP=limit > 0, BLOCK=block, **plan.options
@@ -107,10 +105,9 @@ def moe_experts(
         x, experts, weights, w1, w3, w2, float(limit), weigh_output, input_format, add, add_ready, slots, out=x
     )
     check_experts(x, experts, weights, (w1, w3, w2), input_format, add, slots)
-    if add is not None and add.stride(1) != 1:
-        add = add.contiguous()
+    add = None if add is None else contiguous_rows(add)
     out = torch.empty(x.shape, dtype=torch.float32 if add is None else x.dtype, device=x.device)
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = contiguous_rows(x)
     experts, weights = experts.contiguous(), weights.contiguous()
     for start in range(0, len(x), PASS_TOKENS):
         part = slice(start, start + PASS_TOKENS)
@@ -216,7 +213,7 @@ def _product(
             *(N, x.data.shape[1], topk, factors.weights, gated, arguments.limit > 0),
             WEIGH=gated and not arguments.weigh_output,
             FP8_GROUP=arguments.input_format.group,
-            DTYPE=TRITON_DTYPES.get(factors.dtype, tl.float8e4nv),
+            DTYPE=TRITON_DTYPES[factors.dtype],
             SLOTS=0 if grouped else next_power_of_2(pairs),
             TILES=tiles,
             NATIVE_FP8=plan.product.native_fp8,
@@ -256,7 +253,7 @@ def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.S
     check_cache(cache, predicted)
     if predicted.numel() > MAX_CACHED:
         raise ValueError(f"{predicted.numel()} predicted experts: supported are up to {MAX_CACHED}")
-    E, plan = len(cache.row), CACHE_ROWS.plan(FetchProblem(len(cache.row)), gpu(cache.row.device))
+    E, plan = len(cache.row), CACHE_ROWS.plan(RowsProblem(1, len(cache.row)), gpu(cache.row.device))
     choose_ahead_kernel[(1,)](
         predicted,
         _state(cache),
@@ -264,8 +261,6 @@ def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.S
         len(cache.owner),
         cache.first,
         E=E,
-        BINS=next_power_of_2(E + 1),
-        ROWS=next_power_of_2(E),
         PAIRS=max(16, next_power_of_2(predicted.numel())),
         TOPK=predicted.shape[1],
         COPIES=cache.ahead.shape[1],
@@ -277,7 +272,7 @@ def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.S
 
 def _copy_parts(cache: HostExperts, parts: CopiedParts, ahead: bool = False) -> None:
     """Launches the copies of these parts of the experts in ``moves``, or in ``ahead``."""
-    plan = COPIES.plan(FetchProblem(len(cache.row)), gpu(cache.row.device))
+    plan = COPIES.plan(RowsProblem(1, len(cache.row)), gpu(cache.row.device))
     moves = cache.ahead if ahead else cache.moves
     copy_experts_kernel[(plan.config.size,)](
         parts.table,
@@ -286,8 +281,6 @@ def _copy_parts(cache: HostExperts, parts: CopiedParts, ahead: bool = False) -> 
         parts.units,
         MOVES=moves.shape[1],
         PARTS=len(parts.table),
-        PARTS_PADDED=next_power_of_2(len(parts.table)),
-        BLOCK=COPY_BYTES,
         ALIGNED=parts.aligned,
         DROPS=ahead,
         **plan.options,
@@ -303,7 +296,7 @@ def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
 
 def _choose_rows(cache: HostExperts, experts: Tensor, ahead: int | None) -> None:
     """Launches the program that counts uses and, unless ``ahead`` is None, lists experts to copy, with their rows."""
-    E, plan = len(cache.row), CACHE_ROWS.plan(FetchProblem(len(cache.row)), gpu(cache.row.device))
+    E, plan = len(cache.row), CACHE_ROWS.plan(RowsProblem(1, len(cache.row)), gpu(cache.row.device))
     choose_rows_kernel[(1,)](
         experts,
         _state(cache),
@@ -312,8 +305,6 @@ def _choose_rows(cache: HostExperts, experts: Tensor, ahead: int | None) -> None
         cache.first,
         cache.staged,
         E=E,
-        BINS=next_power_of_2(E + 1),
-        ROWS=next_power_of_2(E),
         BLOCK=plan.config.size,
         AHEAD=ahead,
         **plan.options,

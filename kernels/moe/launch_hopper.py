@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,10 +42,10 @@ def launch_hopper(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
     outputs = torch.empty(arguments.experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     row_weights = None if arguments.weigh_output else rows.weight
     arguments.wait_for("gates_ready")
-    _product(first, inputs, w1, w3, rows, ExpertOutput(hidden, rows.pair, row_weights, arguments.limit or None))
+    _product(first, inputs, (w1, w3), rows, ExpertOutput(hidden, rows.pair, row_weights, arguments.limit or None))
     inputs = _prepared(plan.hidden, hidden, None, rows, arguments)
     arguments.wait_for("outputs_ready")
-    _product(second, inputs, w2, None, rows, ExpertOutput(outputs, rows.pair, None, None))
+    _product(second, inputs, (w2,), rows, ExpertOutput(outputs, rows.pair, None, None))
     return outputs
 
 
@@ -100,40 +101,27 @@ def _prepared(choice: Any, x: Tensor, experts: Tensor | None, rows: PairRows, ar
 
 
 def _product(
-    product: HopperProduct,
-    inputs: QuantizedRows,
-    a: ExpertStack,
-    b: ExpertStack | None,
-    rows: PairRows,
-    output: ExpertOutput,
+    product: HopperProduct, inputs: QuantizedRows, stacks: Sequence[ExpertStack], rows: PairRows, output: ExpertOutput
 ) -> None:
-    """Launches ``out = a[expert] x`` by pair, or ``swiglu`` of the products with a and b by row."""
-    tiling, weight_rows = product.tiling, product.weight_rows
-    layout = gl.NVMMASharedLayout(product.weight_bytes, 8, 2)
-
-    def weight_and_scale(stack: ExpertStack | None) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-        if stack is None:
-            return None, None
-        weight, scale = _tiled(stack.weight.flatten(0, 1), [weight_rows, product.weight_bytes], layout), None
-        if tiling.HALF_QUAD and stack.scale is not None:  # rows of K / 32 bytes are not multiples of 16: two are
-            scale = _tiled(stack.scale.view(-1, tiling.K // 16), [32, 4 * QUAD], _BYTES)
-        elif tiling.FP4 and stack.scale is not None:
-            scale = _tiled(stack.scale.flatten(0, 1), [weight_rows, 4 * QUAD], _BYTES)
-        return weight, scale
-
-    a_weight, a_scale = weight_and_scale(a)
-    b_weight, b_scale = weight_and_scale(b)
-    b_scales, b_exponents = (None, None) if b is None else (b.scale, b.exponent)
+    """Launches ``out = w[expert] x`` by pair, or ``swiglu`` of the products with two stacks by row."""
+    tiling, missing = product.tiling, [None] * (2 - len(stacks))
+    layout, tile = gl.NVMMASharedLayout(product.weight_bytes, 8, 2), [product.weight_rows, product.weight_bytes]
+    weights = [_tiled(stack.weight.flatten(0, 1), tile, layout) for stack in stacks]
+    # rows of K / 32 scales are not multiples of 16 bytes where half of a quad ends them: two rows are
+    tile_rows, width = (32, tiling.K // 16) if tiling.HALF_QUAD else (product.weight_rows, tiling.K // 32)
+    scales = [
+        _tiled(stack.scale.view(-1, width), [tile_rows, 4 * QUAD], _BYTES)
+        if tiling.FP4 and stack.scale is not None
+        else None
+        for stack in stacks
+    ]
+    first, second = [stack.exponent if tiling.FP4 else stack.scale for stack in stacks] + missing
     experts_hopper_kernel[(product.programs,)](
         _tiled(inputs.values, [tiling.BOX, 128], _INPUT),
         _tiled(inputs.scale.t(), [tiling.TILES.channels // 128, tiling.SCALES], _SCALES),
-        a_weight,
-        b_weight,
-        a_scale,
-        b_scale,
-        ExpertScales(None, None, a.exponent, b_exponents)
-        if tiling.FP4
-        else ExpertScales(a.scale, b_scales, None, None),
+        *(weights + missing),
+        *(scales + missing),
+        ExpertScales(None, None, first, second) if tiling.FP4 else ExpertScales(first, second, None, None),
         rows.tiles,
         rows.tiles.shape[1],
         rows.num_tiles,

@@ -13,6 +13,7 @@ from deepseek_attn.kernels.common.plans import (
     KernelRows,
     LaunchBlock,
     Row,
+    RowsProblem,
     Table,
     at_least,
     cdiv,
@@ -31,11 +32,9 @@ from deepseek_attn.kernels.moe.problem import (
     ExpertsPlan,
     ExpertsProblem,
     ExpertTiles,
-    FetchProblem,
     HopperExpertTiles,
     HopperExpertTiling,
     HopperProduct,
-    ValuesProblem,
 )
 
 PASS_TOKENS = 8192  # tokens of a pass: intermediate results of 65536 tokens of V4-Flash would need 6 GB
@@ -64,7 +63,8 @@ def _fits_hopper(problem: ExpertsProblem, gpu: GPU) -> bool:
     quantized = problem.weights == "fp8" or (problem.weights == "fp4" and problem.row_exponents)
     inputs = problem.dtype != torch.float32 and problem.input_format.fp8
     inputs = inputs and problem.input_format.group == FP8_INPUT_GROUP
-    widths = problem.whole_quads or (problem.weights == "fp4" and problem.half_quads)
+    inner = 64 * QUAD if problem.weights == "fp4" and problem.inner >= 128 * QUAD else 128 * QUAD
+    widths = problem.hidden % (128 * QUAD) == 0 and problem.inner % inner == 0
     return gpu.hopper and quantized and inputs and widths and problem.aligned
 
 
@@ -211,7 +211,7 @@ def _whole_steps(problem: KernelRows, gpu: GPU) -> LaunchBlock:
 
 
 def _up_to_channels(problem: KernelRows, gpu: GPU) -> LaunchBlock:
-    block = min(next_power_of_2(problem.channels), 512 if problem.rows * problem.channels < 1 << 18 else 1024)
+    block = min(next_power_of_2(problem.channels), 512 if problem.values < 1 << 18 else 1024)
     return LaunchBlock(block, max(1, block // 256))
 
 
@@ -245,7 +245,7 @@ def plan_experts(problem: ExpertsProblem, gpu: GPU) -> ExpertsPlan:
     # a captured launch may start before an event of another stream that it follows: where weights are copied, it waits
     both = (True, decode or problem.in_rows), (False, problem.in_rows)
     hopper = tuple(hopper_product(problem, product.config, *each, gpu) for each in both if product.kernel == HOPPER)
-    combine = COMBINES.choose(ValuesProblem(problem.tokens * problem.hidden), gpu)
+    combine = COMBINES.choose(RowsProblem(problem.tokens, problem.hidden), gpu)
     return ExpertsPlan(grouping, inputs, product, hidden, combine, factors, hopper)
 
 
@@ -256,9 +256,9 @@ SELECTS = one_kernel("moe.select", "moe_select_kernel", (ANY, LaunchBlock(256, 1
 # --- experts that the device fetches from host memory ---
 
 
-def _one_program(problem: FetchProblem, gpu: GPU) -> LaunchBlock:
-    """One program for all experts of the layer; ``size``: pairs counted at once, at least one for each thread."""
-    return LaunchBlock(512, max(4, min(16, next_power_of_2(problem.experts) // 64)))
+def _one_program(problem: RowsProblem, gpu: GPU) -> LaunchBlock:
+    """One program for all experts, the channels of a row; ``size``: pairs counted at once, at least one a thread."""
+    return LaunchBlock(512, max(4, min(16, next_power_of_2(problem.channels) // 64)))
 
 
 CACHE_ROWS = one_kernel("moe.cache_rows", "choose_rows_kernel", (ANY, _one_program))  # `choose_ahead_kernel` too

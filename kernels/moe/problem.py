@@ -53,7 +53,7 @@ class ExpertsProblem:
         x, experts, _, w1, w3, w2, *_ = arguments
         (tokens, topk), stacks, slots = experts.shape, (w1, w3, w2), arguments.slots
         # threads read the scales of FP8 stacks, TMA everything else
-        loaded = [part for stack in stacks for part in stack[: 2 if w1.is_fp4 else 1] if part is not None]
+        loaded = [part for stack in stacks for part in stack[: 2 if w1.format == "fp4" else 1] if part is not None]
         return cls(
             tokens, topk, num_routed or arguments.num_experts, x.shape[1], w1.weight.shape[1], x.dtype, w1.format,
             arguments.input_format, all(stack.exponent is not None for stack in stacks),
@@ -76,11 +76,6 @@ class ExpertsProblem:
     def whole_quads(self) -> bool:
         """Both widths are multiples of 512 channels."""
         return self.hidden % (128 * QUAD) == 0 and self.inner % (128 * QUAD) == 0
-
-    @property
-    def half_quads(self) -> bool:
-        """The hidden width is a multiple of 512 channels, the inner one of 256; no two halves follow each other."""
-        return self.hidden % (128 * QUAD) == 0 and self.inner % (64 * QUAD) == 0 and self.inner >= 128 * QUAD
 
 
 class ExpertFactors(NamedTuple):
@@ -186,13 +181,6 @@ class HopperProduct(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ValuesProblem:
-    """Number of results of an elementwise kernel, whose programs compute a block each."""
-
-    values: int
-
-
-@dataclass(frozen=True)
 class ExpertsPlan:
     """Kernels of one pass of `moe_experts`, in execution order.
 
@@ -215,10 +203,3 @@ class ExpertsPlan:
     combine: Choice
     factors: ExpertFactors
     hopper: tuple[HopperProduct, ...]
-
-
-@dataclass(frozen=True)
-class FetchProblem:
-    """A layer of ``experts``, of which some are copied."""
-
-    experts: int

@@ -432,7 +432,7 @@ def _check_stack(stack: ExpertStack, E: int, rows: int, x: Tensor, group: int) -
     width = weight.shape[2]
     if scale is None:
         check("a stack of experts without scales", weight, weight.shape, x.dtype)
-    elif stack.is_fp4:
+    elif stack.format == "fp4":
         check("scales of packed FP4 experts", scale, (E, rows, width // 16), torch.uint8, contiguous=True)
         check("exponents of rows", exponent, (E, rows), torch.uint8)
     else:

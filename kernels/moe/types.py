@@ -57,14 +57,9 @@ class ExpertStack(NamedTuple):
     exponent: Tensor | None = None
 
     @property
-    def is_fp4(self) -> bool:
-        """The weight is packed FP4."""
-        return self.weight.dtype == torch.uint8
-
-    @property
     def format(self) -> str:
         """``plain``, ``fp8`` or ``fp4``."""
-        return "plain" if self.scale is None else "fp4" if self.is_fp4 else "fp8"
+        return "plain" if self.scale is None else "fp4" if self.weight.dtype == torch.uint8 else "fp8"
 
 
 class ExpertSlots(NamedTuple):

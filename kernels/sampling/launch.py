@@ -40,12 +40,6 @@ def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tenso
     requests = len(starts)
     out = AcceptedDrafts(*(torch.empty_like(starts) for _ in range(3)))
     if requests:
-        rows = len(chosen) // requests
-        accept_drafts_kernel[(requests,)](
-            *(token_ids, chosen, starts, ends, out),
-            ROWS=rows,
-            WIDTH=next_power_of_2(rows),
-            VERIFY=verify,
-            **launch_options(1),
-        )
+        arguments, rows = (token_ids, chosen, starts, ends, out), len(chosen) // requests
+        accept_drafts_kernel[(requests,)](*arguments, ROWS=rows, VERIFY=verify, **launch_options(1))
     return out

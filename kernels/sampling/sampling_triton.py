@@ -9,14 +9,13 @@ _NO_COLUMN = tl.constexpr(2147483647)
 
 
 @triton.jit(do_not_specialize=["starts", "ends"])
-def accept_drafts_kernel(
-    token_ids, chosen, starts, ends, out, ROWS: tl.constexpr, WIDTH: tl.constexpr, VERIFY: tl.constexpr
-):
+def accept_drafts_kernel(token_ids, chosen, starts, ends, out, ROWS: tl.constexpr, VERIFY: tl.constexpr):
     """Program ``(request,)``: writes its newest token, and that token's row and position, to `AcceptedDrafts`."""
     request = tl.program_id(0)
     start = tl.load(starts + request)
     # rows at or beyond the end are padding
     count = tl.minimum(tl.maximum(tl.load(ends + request) - start - 1, 0), ROWS - 1)
+    WIDTH: tl.constexpr = triton.next_power_of_2(ROWS)
     first, row = request.to(tl.int64) * ROWS, tl.arange(0, WIDTH)
     last = count
     if VERIFY:

@@ -26,7 +26,6 @@ from deepseek_attn.kernels.attention.plan import LayerCall
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import KernelRows, RowsProblem, recorded_choices
 from deepseek_attn.kernels.indexer.plan import ScoresProblem
-from deepseek_attn.kernels.moe.problem import FetchProblem
 from deepseek_attn.runner.step_plans import step_plans
 from tests.house.test_plans import TABLES
 from tests.support.v41_cases import FOUR_LAYERS
@@ -41,7 +40,7 @@ MODELS = {
 TOKENS = [1, 2, 5, 8, 9, 16, 17, 33, 64, 65, 100, 128, 300, 600, 1024, 4096, 8192]
 SIZES = {
     "tokens": TOKENS, "rows": TOKENS, "queries": TOKENS, "requests": [1, 8, 128], "width": [128, 512, 700, 8192, 65536],
-    "batch_invariant": [False, True], "values": [1 << 12, 1 << 20, 1 << 25], "max_query_len": [1, 8192],
+    "batch_invariant": [False, True], "max_query_len": [1, 8192],
     "heads": [8, 64, 128], "key_format": ["fp8", "fp4"], "weights": ["plain", "fp8", "fp4"],
     "fp8_weight": [False, True], "quantize": [False, True], "columns": [24, 48, 256],
     "weight_dtype": [torch.float32, torch.bfloat16],
@@ -58,8 +57,8 @@ STATED = {
     ],
     "collectives.exchange": [RowsProblem(4096)],  # several ranks
     # experts in host memory
-    "moe.cache_rows": [FetchProblem(256)],
-    "moe.copies": [FetchProblem(256)],
+    "moe.cache_rows": [RowsProblem(1, 256)],
+    "moe.copies": [RowsProblem(1, 256)],
     # V4.1 at lengths from which candidate blocks limit the selection
     "indexer.candidate_scores": [ScoresProblem(4, 1, 16384, 64, 128, "fp8", exact) for exact in (False, True)],
     "indexer.blocks": [RowsProblem(4, 512)],

@@ -200,7 +200,7 @@ def test_refuses():
     queries = make_queries("odd", torch.bfloat16, "cpu")
     wrong = {
         "weight must be .heads, nope, rank. in the dtype of q": {"weight": LatentWeight(queries.weight.rows.float())},
-        "q must be .T, 78.": {"q": queries.q[:, :-1]},
+        "q must be float32, bfloat16 or float16 .T, 78.": {"q": queries.q[:, :-1]},
         "padded_heads >= 3": {"padded_heads": 2},
         "positions must be .9.": {"positions": queries.positions[:8]},
     }
