@@ -746,17 +746,17 @@ def checks(data: Data) -> Subject:
     memory = data("h200_memory.json")["rows"]
     off = ", ".join(f"{row['predicted_driver'] / row['driver'] - 1:+.1%}" for row in memory)
     add("Memory that `plan` counts, beside the driver's peak, H200, three limits", off, "h200_memory.json")
-    pairs = [data("h200_checkouts.json"), data("h200_checkouts_plans.json")]
+    versions = ("h200_checkouts.json", "h200_checkouts_plans.json", "h200_checkouts_rings.json")
+    pairs = [data(name) for name in versions]
     ratios = []
     for pair in pairs:
         over = [row["after_us"] / row["before_us"] for row in pair["rows"]]
-        name = f"{pair['after']} over {pair['before'][:7]}"
+        name = f"{MODELS[pair['model']]}, {pair['after']} over {pair['before'][:7]}"
         ratios.append(f"{name}: {statistics.geometric_mean(over):.3f}, worst {max(over):.3f}")
     add(
         "Versions side by side, decode layers, H200",
         "; ".join(ratios),
-        "h200_checkouts.json",
-        "h200_checkouts_plans.json",
+        *versions,
     )
     tables = (
         "h100_tune_v4_flash.json",

@@ -217,6 +217,11 @@ def _ring(problem: LinearProblem, rows: int, splits: int, stage_blocks: int, at_
     return LinearDecodeTiles(rows, splits, stages, stage_blocks, at_once, tokens)
 
 
+def whole_ring(problem: LinearProblem, gpu: GPU) -> LinearDecodeTiles:
+    """All of the shared memory: prefetching more of a long job saves more than starting the next kernel early."""
+    return _ring(problem, 128, 1, 1, 4 if problem.blocks <= 16 else 2)
+
+
 def half_ring(problem: LinearProblem, gpu: GPU) -> LinearDecodeTiles:
     """Half of the shared memory, which leaves room for the next kernel; split-K gives each multiprocessor a job."""
     ring = _ring(problem, 128, _job_splits(problem, gpu), 1, 2)
@@ -333,7 +338,7 @@ def tiles_in_splits(channels: int, plain_tiles: int) -> Callable[[LinearProblem,
 
 DECODE, HOPPER, TRITON = "linear_decode_hopper_kernel", "linear_hopper_kernel", "multi_linear_kernel"
 DECODE_DATA, LAYERS = "h200_few_tokens.json: rows", "h200_layer_choices.json: rows"
-TUNED = "h100_tune_v4_flash.json: linear.products"
+RINGS, TUNED = "h200_checkouts_rings.json: rows", "h100_tune_v4_flash.json: linear.products"
 LIBRARY: Table[LinearProblem] = Table(
     "linear.library",
     {"cuBLAS": one_product_of_cublas, TRITON: ANY},
@@ -347,6 +352,7 @@ PRODUCTS: Table[LinearProblem] = Table(
     "linear.products",
     {DECODE: decode_products, HOPPER: hopper_products, TRITON: ANY},
     [
+        Row(streams_weights & fills_gpu & LONG_JOBS & UP_TO_8, DECODE, whole_ring, RINGS),
         Row(streams_weights & fills_gpu & (LONG_JOBS | FEW_CHANNELS), DECODE, half_ring, DECODE_DATA),
         Row(streams_weights & ~fills_gpu & fills_gpu_with_halves, DECODE, ring_of_half_tiles, DECODE_DATA),
         Row(streams_weights & ~fills_gpu & ~fills_gpu_with_halves, DECODE, half_ring, DECODE_DATA),

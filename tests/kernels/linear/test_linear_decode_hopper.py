@@ -16,6 +16,7 @@ from deepseek_attn.kernels.linear.problem import LinearDecodeTiles, LinearWeight
 from tests.kernels.compiled_launches import compiled_ops, ptxas_report
 from tests.kernels.linear.products import H200, ROUNDED, config_of, forced, problem
 from tests.support.tiers import tiered
+from tests.support.typed import required
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 # name: channels, rows of the weights, heads and groups of a grouped one
@@ -111,6 +112,14 @@ def test_configurations(multiprocessors):
             assert jobs >= 0.8 * multiprocessors or config.splits * 4 > blocks
     for M, K, rows in ((8, 8192, 4096), (16, 4096, 8192)):
         assert config_of(DECODE, problem(M, K, [rows]), GPU((9, 0), multiprocessors))
+
+
+@pytest.mark.parametrize(("M", "K", "rows", "stages"), [
+    (1, 1536, 65536, 12), (8, 1536, 65536, 12), (9, 1536, 65536, 5), (8, 1024, 32768, 5),
+])  # fmt: skip
+def test_who_takes_all_of_the_shared_memory(M, K, rows, stages):
+    """Jobs of 64 MiB or more, of up to 8 tokens: V4-Pro's queries."""
+    assert required(config_of(DECODE, problem(M, K, [rows]), H200)).stages == stages
 
 
 def test_stages_that_do_not_divide_a_job():
