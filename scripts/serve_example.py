@@ -168,10 +168,12 @@ def finish_reason(completion: Completion, chat: bool) -> str:
     return "tool_calls" if called else completion.finish_reason
 
 
-def usage(completions: list[Completion]) -> dict[str, int]:
+def usage(completions: list[Completion]) -> dict[str, Any]:
     prompt = sum(len(completion.prompt_token_ids) for completion in completions)
     generated = sum(len(output.token_ids) for completion in completions for output in completion.outputs)
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    cached = {"cached_tokens": sum(completion.cached_tokens for completion in completions)}
+    totals = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    return totals | {"prompt_tokens_details": cached}
 
 
 def refusal(error: Exception) -> dict[str, Any]:
@@ -181,6 +183,7 @@ def refusal(error: Exception) -> dict[str, Any]:
 
 def make_app(llm: LLM, name: str) -> Starlette:
     """The ASGI application; ``name``: of the model."""
+    started = int(time.time())
 
     def head(kind: str) -> dict[str, Any]:
         return {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": name}
@@ -247,7 +250,11 @@ def make_app(llm: LLM, name: str) -> Starlette:
         return JSONResponse(head(kind) | {"choices": choices, "usage": usage(found)})
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "deepseek-attn"}]})
+        found = {"id": name, "object": "model", "created": started, "owned_by": "deepseek-attn"}
+        wanted = request.path_params.get("name")
+        if wanted not in (None, name):
+            raise HTTPException(404, f"the only model is {name!r}")
+        return JSONResponse({"object": "list", "data": [found]} if wanted is None else found)
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):  # another path or method
@@ -257,7 +264,8 @@ def make_app(llm: LLM, name: str) -> Starlette:
         return JSONResponse(refusal(error), 400 if isinstance(error, REFUSED) else 500)
 
     app = Starlette(exception_handlers=dict.fromkeys((*REFUSED, RequestFailed, HTTPException, Exception), refuse))
-    app.add_route("/v1/models", models)
+    for path in ("/v1/models", "/v1/models/{name:path}"):
+        app.add_route(path, models)
     for path in ("/v1/completions", "/v1/chat/completions"):
         app.add_route(path, answer, methods=["POST"])
     return app

@@ -13,7 +13,7 @@ from deepseek_attn.checkpoint.safetensors_source import INDEX_FILE, SINGLE_FILE,
 from deepseek_attn.checkpoint.selection import needed_tensors
 from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
 from deepseek_attn.config.generation import GENERATION_FILE
-from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig, preset_names
 from deepseek_attn.layers.weights import Shard
 from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
 
@@ -43,6 +43,11 @@ class PretrainedSource(CheckpointSource):
         self._whole = layers is None and not attention_only
         self.needed: Callable[[str], bool] | None = None
         if self._repo is None:
+            if not Path(model).exists() and str(model) in preset_names():
+                raise ValueError(
+                    f"{str(model)!r} is a preset, a config without weights: `deepseek-attn make-checkpoint --config "
+                    f"{model}` writes random weights, ModelRunner.from_config makes them in memory"
+                )
             if not Path(model).exists():
                 raise ValueError(
                     f"no checkpoint at {str(model)!r}: the directory does not exist, and a hub id is org/name"

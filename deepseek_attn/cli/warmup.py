@@ -108,10 +108,11 @@ def read_headers(model: str) -> tuple[AnyConfig, dict[str, TensorInfo]]:
     from deepseek_attn.checkpoint.published import canonical_names
     from deepseek_attn.checkpoint.random import RandomSource
     from deepseek_attn.config.model import ModelConfig, preset_names
+    from deepseek_attn.utils.hub import HubModel
 
     if model in preset_names() and not Path(model).exists():
         source = RandomSource(ModelConfig.from_preset(model))
-    elif Path(model).is_file():
+    elif Path(model).is_file() or not (Path(model).is_dir() or HubModel.parse(model)):
         source = RandomSource(ModelConfig.from_pretrained(model))
     else:
         source = PretrainedSource(model, None, False)

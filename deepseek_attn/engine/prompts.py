@@ -7,6 +7,7 @@ from typing import Unpack
 
 from deepseek_attn.config.generation import GenerationConfig
 from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.engine.records import named
 from deepseek_attn.engine.request import CheckedPrompt
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.runner.prompts import TokenIds, token_list
@@ -56,7 +57,8 @@ class Prompts:
         """See `LLM.chat_prompt`."""
         if unknown := sorted(options.keys() - ChatOptions.__annotations__.keys()):
             supported = ", ".join(ChatOptions.__annotations__)
-            raise ValueError(f"no such options of a chat: {', '.join(unknown)}; there are {supported}")
+            given = ", ".join(map(named, unknown))
+            raise ValueError(f"no such options of a chat: {given}; there are {supported}")
         limit = self.limits.max_model_len
         return build_prompt(self._need_tokenizer(), self.directory, messages, max_tokens=limit, **options)
 

@@ -34,6 +34,12 @@ class RecordArguments(TypedDict, total=False):
     record_file: str | Path | None
 
 
+def named(argument: str) -> str:
+    """An unknown argument; one of vLLM's with its name here."""
+    here = {"sampling_params": "params", "use_tqdm": "progress"}.get(argument)
+    return argument if here is None else f"{argument} (vLLM's name; it is {here} here)"
+
+
 @dataclass(frozen=True)
 class Recording:
     """The records of each request of a call.
@@ -59,7 +65,8 @@ class Recording:
         unknown = sorted(arguments.keys() - RecordArguments.__annotations__.keys())
         if unknown:
             raise ValueError(
-                f"no such arguments: {', '.join(unknown)}; records take {', '.join(RecordArguments.__annotations__)}"
+                f"no such arguments: {', '.join(map(named, unknown))}; beside those that help() lists there are "
+                f"{', '.join(RecordArguments.__annotations__)}"
             )
         directory, file = arguments.get("record_dir"), arguments.get("record_file")
         wanted = [arguments.get(name) for name in ("return_routes", "return_selections", "return_hidden_states")]

@@ -95,7 +95,13 @@ def writes(llm, monkeypatch):
 
 
 def test_models(client):
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    import openai  # takes a second
+
+    [model] = client.models.list()
+    assert (model.id, client.models.retrieve("tiny")) == ("tiny", model)
+    assert model.created <= time.time()
+    with pytest.raises(openai.NotFoundError, match="the only model is 'tiny'"):
+        client.models.retrieve("other/model")
 
 
 def test_completions(client, llm):
@@ -118,6 +124,13 @@ def test_completions(client, llm):
     outputs = [output.text for completion in llm.generate(["a", "b"], params) for output in completion.outputs]
     assert [choice.text for choice in several.choices] == outputs
     assert several.usage.prompt_tokens == 4
+
+
+def test_usage_names_tokens_of_the_prefix_cache(llm):
+    completions = [replace(found, cached_tokens=2) for found in llm.generate(["Hello", "a"], GREEDY)]
+    found = importlib.import_module("serve_example").usage(completions)
+    assert found["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert found["total_tokens"] == found["prompt_tokens"] + 12
 
 
 def test_streamed_completions(client, llm):

@@ -60,6 +60,7 @@ FILES = {
     "generate": [
         ("--model broken --prompt x", "broken/config.json): not valid JSON at line 1"),
         ("--model unweighted --prompt x", "no safetensors checkpoint in unweighted"),
+        ("--model tiny --prompt x", "'tiny' is a preset, a config without weights"),
         ("--model file --prompt x", "'file' is a file; a checkpoint is a directory"),
         ("--model {MODEL} --prompts file --out full", "'full' cannot be written: it is a folder"),
         ("--model {MODEL} --prompts keys", "--prompts keys: line 1: no such keys: bogus; there are prompt, token_ids"),
@@ -95,6 +96,7 @@ FILES = {
         ("--model {MODEL} --prompt x --out o.html --json no/o.json", "--json no/o.json: the folder 'no'"),
     ],
     "info": [
+        ("--plans absent --gpu h100", "'absent' is not a directory, JSON file or preset"),
         ("--plans broken.json --gpu h100", "invalid config (broken.json): not valid JSON at line 1"),
         ("--plans full --gpu h100", "no config.json in directory 'full'"),
     ],

@@ -605,6 +605,9 @@ def test_tool_calls(llm, stop):
             ).prompt_token_ids[-1]
             == (required(own.tokenizer).encode("\n")[0])
         )
+        for call in (partial(own.chat, messages), partial(own.generate, "a"), partial(own.stream, "a")):
+            with pytest.raises(ValueError, match=r"sampling_params \(vLLM's name; it is params here\)"):
+                untyped(call)(sampling_params=GREEDY)
         with pytest.raises(ValueError, match="no such options of a chat: tool; there are thinking, reasoning_effort, "):
             untyped(own).chat(messages, tool=[TOOL])
 
