@@ -18,12 +18,6 @@ def fp8_rows(buffers: QuantizedRows | None) -> Fp8Rows | None:
     return Fp8Rows(fp8_view(values), values.stride(0), scale, scale.stride(1))
 
 
-def check_hadamard(dim: int) -> None:
-    """Raises ValueError unless there is a Hadamard matrix for ``dim`` channels."""
-    if dim & (dim - 1):
-        raise ValueError(f"a Hadamard matrix needs a power of two of channels, got {dim}")
-
-
 def check_rotation(dim: int, cos_sin: Tensor) -> None:
     """Raises ValueError unless pairs of a row's ``dim`` channels can be rotated by a table."""
     rope = cos_sin.shape[1]

@@ -122,17 +122,11 @@ def _launch_post(plan: Choice, update: StreamUpdate) -> Tensor:
 
 def _launch_collapse(plan: Choice, args: CollapseArguments, iterations: int) -> None:
     (T, m, D), tokens = args.streams.shape, plan.config.size
-    if T == 0:
-        return
     splits, rows = (0, 0) if args.sums is None else (len(args.sums), len(args.base))
     balancing = cdiv(T, tokens) if iterations else 0
-    hc_collapse_kernel[(balancing + T,)](
-        args,
-        T,
-        splits,
-        CONFIG=CollapseConfig(D, m, rows, next_power_of_2(splits), iterations, tokens),
-        **plan.options,
-    )
+    config = CollapseConfig(D, m, rows, next_power_of_2(splits), iterations, tokens)
+    if T:
+        hc_collapse_kernel[(balancing + T,)](args, T, splits, CONFIG=config, **plan.options)
 
 
 def _check(streams: Tensor, hc: HyperConnection, pre: Tensor | None) -> None:

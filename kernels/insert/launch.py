@@ -24,7 +24,7 @@ from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, SharedLaunch, cdiv, next_power_of_2
 from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.row_ops_triton import RECORDS, EntryFormat
-from deepseek_attn.kernels.common.rows import check_hadamard, check_rotation, fp8_rows
+from deepseek_attn.kernels.common.rows import check_rotation, fp8_rows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.insert.compress_triton import (
     BatchArguments,
@@ -260,7 +260,7 @@ def _entry_format(
     unit = {"plain": dtype.itemsize, "fp8_v4": 2, "index_fp8": 4}.get(record.name, 1)
     record.check_pool(pool, page_entries, unit)
     check_rotation(record.dim, cos_sin)
-    if hadamard:
-        check_hadamard(record.dim)
+    if hadamard and record.dim & (record.dim - 1):
+        raise ValueError(f"a Hadamard matrix needs a power of two of channels, got {record.dim}")
     nope, place = record.nope_dim if record.name == "fp8_v4" else record.dim, RECORDS.index(record.name)
     return EntryFormat(page_entries, record.dim, nope, place, TRITON_DTYPES[dtype], cos_sin.shape[1], hadamard)

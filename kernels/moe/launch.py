@@ -67,17 +67,12 @@ def moe_route(
     x = contiguous_rows(x)
     experts = torch.empty(T, topk, dtype=torch.int64, device=x.device)
     weights = torch.empty(T, topk, dtype=torch.float32, device=x.device)
-    if T == 0:
-        return experts, weights
-    plan = SELECTS.plan(RowsProblem(T, D), gpu(x.device))
-    logits = float32_product(x, weight, plan.config.size)
-    table, token_ids = hashed or (None, None)
-    moe_select_kernel[(T,)](
-        RouterRows(logits.sums, bias, table, token_ids, experts, weights, float(factor), *(own or (0, E))),
-        T,
-        ROUTER=RouterConfig(E, topk, len(logits.sums), logits.inner, score, normalize, groups, plan.pdl),
-        **launch_options(plan.config.warps, plan.pdl),
-    )
+    if T:
+        plan = SELECTS.plan(RowsProblem(T, D), gpu(x.device))
+        logits = float32_product(x, weight, plan.config.size)
+        rows = logits.sums, bias, *(hashed or (None, None)), experts, weights, float(factor), *(own or (0, E))
+        router = RouterConfig(E, topk, len(logits.sums), logits.inner, score, normalize, groups, plan.pdl)
+        moe_select_kernel[(T,)](RouterRows(*rows), T, ROUTER=router, **launch_options(plan.config.warps, plan.pdl))
     return experts, weights
 
 

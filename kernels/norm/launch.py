@@ -16,18 +16,17 @@ from deepseek_attn.kernels.norm.types import NormedSum
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     """See `kernels.norm.rms_norm`."""
-    check_norm(x, weight)
     return launch(x, None, eps, weight).normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, eps: float, weight: Tensor) -> NormedSum:
     """See `kernels.norm.add_rms_norm`."""
-    check_norm(x, weight, residual)
     return launch(x, residual, eps, weight)
 
 
 def launch(x: Tensor, residual: Tensor | None, eps: float, weight: Tensor) -> NormedSum:
     """Norms of ``x``, or of its sum with ``residual`` and the sum; without one, ``x`` itself is the sum."""
+    check_norm(x, weight, residual)
     channels = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty_like(out)
