@@ -52,7 +52,7 @@ class WeightFormat:
     """Constants of the weights of one kind in a launch.
 
     Attributes:
-        TILES: tiles of the weights; ROWS, CHANNELS: size of the block that a program reads at once.
+        TILES: tiles of the weights; CHANNELS: that a program reads at once, of a tile's rows.
         FP8: weights are FP8; ``CHANNELS`` rows and channels share a scale.
         INPUT: "plain"; "quantized": FP8 from an earlier launch; "quantize": programs quantise as they read.
         DTYPE, PARTS, PRECISION: as in `DotFormat`, ``DTYPE`` as Triton names it.
