@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from threading import Thread
 from typing import TypeVar
 
@@ -146,13 +147,17 @@ def build_runner(
             stages = 0 if isinstance(model, AttentionStack) or not stored else len(model.mtp)
             check_drafts(expected_drafts, stages, config, layout)
         check_cache(model, canonical.entries(), experts)
+        with _explained(layout):
+            if layout.nbytes() > total_memory(device):
+                raise MemoryError  # before weights are loaded
         memory, host_memory = load_memory(device, parallel)
         report = load_model(model, canonical, layers, attention_only, progress, memory, host_memory)
         if not isinstance(model, AttentionStack) and not report.mtp_loaded and len(model.mtp):
             model.mtp.clear()
             layout = layout_of(model)
         model.eval()
-        pools = _allocate_caches(layout, device)
+        with _explained(layout):
+            pools = CachePools(layout, device)
         manager = CacheManager(pools)
         workspace = _bind_layers(family, model, pools)
         tables = _engram_tables(config, canonical, model, device)
@@ -233,13 +238,15 @@ def _engram_tables(
     return EngramTables(config.memory, layers, numbers, device)
 
 
-def _allocate_caches(layout: CacheLayout, device: torch.device) -> CachePools:
+def _explained(layout: CacheLayout) -> AbstractContextManager[None]:
+    """Context that explains a lack of memory for the caches."""
     sizes = (
         f"{layout.nbytes():,} bytes of caches for max_num_seqs={layout.max_num_seqs} and "
         f"max_model_len={layout.max_model_len}"
     )
-    with explain_out_of_memory(sizes, "lower these, or set kv_cache_bytes; `deepseek-attn plan` adds up their sizes"):
-        return CachePools(layout, device)
+    return explain_out_of_memory(
+        sizes, "lower these, or set a smaller kv_cache_bytes; `deepseek-attn plan` adds up their sizes"
+    )
 
 
 def _bind_layers(family: Family, model: Model, pools: CachePools) -> Workspace:

@@ -427,6 +427,7 @@ def test_no_standard_input(checkpoint, place, capsys, monkeypatch):
         (("generate", "--prompts", "lines", "--logit-bias", "99999=1"), "logit_bias has the ids [99999]"),
         (("generate", "--prompt", "x", "--speculate", "9", "--max-num-batched-tokens", "8"), "supported are 1 to 7"),
         (("generate", "--prompt", "x", "--profile", "full"), "no trace can be written to full"),
+        (("generate", "--prompt", "x", "--kv-cache-bytes", "900TB"), "a smaller kv_cache_bytes"),
         (("score", "--token-ids", "far.json", "--out", "o"), "token id 99999 is not in the vocabulary"),
         (("score", "--token-ids", "ids.json", "--out", "o", "--records", "file"), "the folder 'file' cannot be made"),
         (("inspect", "--token-ids", "1,99999", "--out", "o.html"), "token id 99999 is not in the vocabulary"),
