@@ -5,6 +5,8 @@ The only file of the family that knows compute capabilities, thresholds and batc
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from deepseek_attn.kernels.common.device import GPU
@@ -132,6 +134,8 @@ def hopper_product(
 ) -> HopperProduct:
     """Number of stages that fit into shared memory, and registers of each warp; ``gated``: the first product."""
     fp4, groups = problem.weights == "fp4", tiles.warpgroups
+    if not fp4:
+        tiles = replace(tiles, channels=128)  # a stage has one block of an FP8 weight
     N, K = (problem.inner, problem.hidden) if gated else (problem.hidden, problem.inner)
     blocks, weight_bytes = tiles.channels // 128, tiles.channels // 2 if fp4 else 128
     parts, scales = cdiv(tiles.sizes[-1], tiles.part), max(tiles.part, 32)

@@ -99,10 +99,15 @@ def test_partial_sums_are_added_up(hc, device, T, splits):
     memory = torch.full((16, *whole.shape), NAN, device=device)
     sums = memory[:splits]
     sums[:] = whole / splits
-    next_pre = torch.empty_like(pre)
+    expected = reference.hc_delayed(streams, pre, connection)
+    _, x, post, comb, next_pre = (torch.empty_like(part) for part in expected)
     made = plan(StreamsProblem(T, 64), gpu_facts(streams.device))
-    got = hc.collapse(made.collapse, streams, sums, connection, pre, next_pre)
-    check([*got, next_pre], reference.hc_delayed(streams, pre, connection), torch.float32)
+    args = hc.CollapseArguments(
+        streams, pre, sums, connection.base, connection.scale, connection.norm, x, next_pre, post, comb,
+        connection.rms_eps, connection.hc_eps,
+    )  # fmt: skip
+    hc._launch_collapse(made.collapse, args, connection.iterations)
+    check([streams, x, post, comb, next_pre], expected, torch.float32)
 
 
 @pytest.mark.parametrize("T", [1, 9, 100, 700])
