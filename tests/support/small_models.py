@@ -77,6 +77,21 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
     )
 
 
+def assert_same_codes(
+    actual: torch.Tensor, expected: torch.Tensor, largest: float, same: float = 1e-4, share: float = 0.7, what: str = ""
+) -> None:
+    """Rows of two quantised computations: ``share`` of them are within ``same`` of each other, all within ``largest``.
+
+    Sums in another order, as on another processor, move a value next to the boundary between two codes across it.
+    Errors are relative, by norm.
+    """
+    actual, expected = (rows.double().cpu().flatten(1) for rows in (actual, expected))
+    assert actual.shape == expected.shape, f"{what} {tuple(actual.shape)} != {tuple(expected.shape)}"
+    errors = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float((errors < same).double().mean()) >= share, (what, errors.tolist())
+    assert float(errors.max()) < largest, (what, errors.tolist())
+
+
 def assert_no_near_tie(output: OracleOutput) -> None:
     """A test's prompt must not leave a choice to rounding. If it does: use another seed."""
     assert output.router_gap > NEAR_TIE, f"experts {output.router_gap:.1e} apart: use another seed"

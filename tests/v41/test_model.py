@@ -18,7 +18,7 @@ from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.session import LayerSession
 from deepseek_attn.testing import poison_caches
-from tests.support.small_models import assert_close, prompt
+from tests.support.small_models import assert_close, assert_same_codes, prompt
 from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import required
 from tests.support.v41_cases import TOLERANCE, assert_clear, make_runner, oracle_of, random_schedule, tiny
@@ -100,7 +100,7 @@ def test_random_schedules(seed):
 
 @pytest.mark.parametrize("seed", tiered(range(3), [1]))
 def test_official_numerics_equal_brute_force(seed):
-    """With each quantiser of the published program: logits that one wrong rounding of a layer would move by 1e-2."""
+    """With each quantiser of the published program: one of them left out in a layer moves a row by 0.03 or more."""
     config = tiny(num_hidden_layers=7)
     source, tokens = RandomSource(config, seed), prompt(config, 26, seed)
     oracle = oracle_of(config, source, official=True)
@@ -109,7 +109,7 @@ def test_official_numerics_equal_brute_force(seed):
     assert {pool.record.name for pool in runner.pools if pool.spec.record} == {"fp8_v41", "fp4_v41", "index_fp4"}
     poison_caches(runner)
     for chunk in (None, 7):
-        assert_close(runner.score([tokens], chunk)[0], expected, TOLERANCE)
+        assert_same_codes(runner.score([tokens], chunk)[0], expected, largest=0.01)
 
 
 def test_serving_numerics():
