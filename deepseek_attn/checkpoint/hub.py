@@ -12,8 +12,9 @@ import torch
 from deepseek_attn.checkpoint.safetensors_source import INDEX_FILE, SINGLE_FILE, SafetensorsSource, read_index
 from deepseek_attn.checkpoint.selection import needed_tensors
 from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
-from deepseek_attn.config.generation import GENERATION_FILE
+from deepseek_attn.config.generation import GENERATION_FILE, GenerationConfig
 from deepseek_attn.config.model import AnyConfig, ModelConfig, preset_names
+from deepseek_attn.config.options import as_list
 from deepseek_attn.layers.weights import Shard
 from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
 
@@ -39,7 +40,8 @@ class PretrainedSource(CheckpointSource):
     """
 
     def __init__(self, model: str | Path, layers: Iterable[int] | None = None, attention_only: bool = False):
-        self.layers, self.attention_only, self._repo = layers, attention_only, HubModel.parse(model)
+        self.layers = None if layers is None else as_list(layers, "layers: numbers of layers")
+        self.attention_only, self._repo = attention_only, HubModel.parse(model)
         self._whole = layers is None and not attention_only
         self.needed: Callable[[str], bool] | None = None
         if self._repo is None:
@@ -59,6 +61,11 @@ class PretrainedSource(CheckpointSource):
     @cached_property
     def config(self) -> AnyConfig:
         return ModelConfig.from_pretrained(self.directory)
+
+    @cached_property
+    def generation(self) -> GenerationConfig:
+        """The checkpoint's sampling defaults."""
+        return GenerationConfig.from_pretrained(self.directory, self.config)
 
     def check_shards(self) -> None:
         """Raises ValueError for broken or missing shards of a directory; shards of a hub id are not looked at."""

@@ -47,7 +47,7 @@ class GenerationConfig:
     repetition_penalty: float | None = None
 
     @classmethod
-    def from_pretrained(cls, directory: Path, config: AnyConfig, warn: bool = True) -> GenerationConfig:
+    def from_pretrained(cls, directory: Path, config: AnyConfig) -> GenerationConfig:
         """Reads ``generation_config.json`` of a checkpoint folder; without the file no default is set.
 
         Raises:
@@ -80,7 +80,7 @@ class GenerationConfig:
             reader.problem(f"repetition_penalty is {penalty}: expected a number in [{least:g}, {most:g}]")
         reader.raise_if_problems(str(file))
         ignored = [key for key, values in NOT_APPLIED.items() if raw.get(key) is not None and raw[key] not in values]
-        if ignored and warn:
+        if ignored:
             given = ", ".join(f"{key} {raw[key]!r:.60}" for key in ignored)
             warnings.warn(f"{file}: {given}: not supported, and not applied", stacklevel=2)
         return found

@@ -144,7 +144,7 @@ class LLM:
         # shards are not looked at here
         source = PretrainedSource(model, options.get("layers"), options.get("attention_only", False))
         self.directory = source.directory
-        self.prompts = Prompts(self.directory, source.config, options.get("max_model_len"))
+        self.prompts = Prompts(source, options.get("max_model_len"))
         self.tokenizer = self.prompts.tokenizer
         if before_load is not None:
             try:
@@ -153,7 +153,9 @@ class LLM:
                 source.check_shards()  # what is wrong with the checkpoint comes first
                 raise
         defaults = RunnerOptions(expected_drafts=speculate, compile_ahead=COMPILE_AHEAD)
-        self.runner = ModelRunner.from_pretrained(model, **defaults | options)
+        options["layers"] = source.layers
+        with source:
+            self.runner = ModelRunner.from_source(source.config, source, **defaults | options)
         decoder = MTPSpeculation(self.runner, speculate) if speculate else None
         self.engine = Engine(self.runner, self.tokenizer, decoder)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Unpack
 
-from deepseek_attn.config.generation import GenerationConfig
-from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.engine.records import named
 from deepseek_attn.engine.request import CheckedPrompt
 from deepseek_attn.engine.sampling import SamplingParams
@@ -22,24 +20,24 @@ class Prompts:
     """Makes and checks the prompts of one checkpoint, also before its weights are loaded.
 
     Args:
-        directory: the checkpoint's folder.
+        source: the checkpoint.
         max_model_len: the option of the runner.
 
     Raises:
-        ValueError: the tokenizer cannot be read, or has ids beyond the model's vocabulary.
+        ValueError: the tokenizer or the defaults cannot be read, or have ids beyond the model's vocabulary.
 
     Attributes:
         tokenizer: None when the checkpoint has no ``tokenizer.json`` (token ids only).
-        limits: of a runner with this option.
+        generation: the checkpoint's sampling defaults; limits: of a runner with this option.
     """
 
-    def __init__(self, directory: Path, config: AnyConfig, max_model_len: int | None = None):
-        self.directory, self.config = directory, config
-        self.limits = TokenLimits.of(config, max_model_len)
+    def __init__(self, source: PretrainedSource, max_model_len: int | None = None):
+        self.directory, self.config, self.generation = source.directory, source.config, source.generation
+        self.limits = TokenLimits.of(self.config, max_model_len)
         self.tokenizer: Tokenizer | None = None
-        if (directory / TOKENIZER_FILE).is_file():
-            self.tokenizer = Tokenizer(directory)
-            self.tokenizer.check_ids(config.vocab_size)
+        if (self.directory / TOKENIZER_FILE).is_file():
+            self.tokenizer = Tokenizer(self.directory)
+            self.tokenizer.check_ids(self.config.vocab_size)
 
     def token_ids(self, prompt: Prompt) -> TokenIds:
         """The token ids of text, with BOS in front; token ids as they are."""
@@ -65,11 +63,6 @@ class Prompts:
     def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raises ValueError where `LLM.generate` would, before anything is loaded."""
         CheckedPrompt.of(self, self.tokenizer, self.token_ids(prompt), params)
-
-    @property
-    def generation(self) -> GenerationConfig:
-        """The checkpoint's sampling defaults."""
-        return GenerationConfig.from_pretrained(self.directory, self.config, warn=False)  # the runner warns
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -16,7 +16,6 @@ from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import CheckpointSource
-from deepseek_attn.config.generation import GenerationConfig
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.options import as_list
 from deepseek_attn.impls.metadata import StepMetadata
@@ -74,15 +73,9 @@ class ModelRunner(StepRunner):
             ValueError: the directory, the config, the tensors or the options are wrong; nothing is allocated.
         """
         check_runner_options("from_pretrained", options)
-        layers = options.get("layers")
-        if layers is not None:
-            options["layers"] = layers = as_list(layers, "layers: numbers of layers")
-        with PretrainedSource(model, layers, options.get("attention_only", False)) as source:
-            generation = GenerationConfig.from_pretrained(source.directory, source.config)
-            runner = cls.from_source(source.config, source, **options)
-        runner.directory, runner.generation = source.directory, generation
-        logger.info("loaded %s: %s, %s", runner.directory, runner, runner.report)
-        return runner
+        with PretrainedSource(model, options.get("layers"), options.get("attention_only", False)) as source:
+            options["layers"] = source.layers
+            return cls.from_source(source.config, source, **options)
 
     @classmethod
     @lists_options()
@@ -104,14 +97,23 @@ class ModelRunner(StepRunner):
     @classmethod
     @lists_options()
     def from_source(cls, config: AnyConfig, source: CheckpointSource, **options: Unpack[RunnerOptions]) -> ModelRunner:
-        """A model of this config with the weights of any `CheckpointSource`."""
+        """A model of this config with the weights of any `CheckpointSource`.
+
+        Of a `PretrainedSource`, the runner takes the folder and the sampling defaults too.
+        """
         check_runner_options("from_source", options)
         if not isinstance(config, AnyConfig) or not isinstance(source, CheckpointSource):
             raise ValueError(
                 f"from_source takes a ModelConfig and a CheckpointSource, got a {type(config).__name__} and a "
                 f"{type(source).__name__}"
             )
-        return build_runner(cls, config, source, **options)
+        if not isinstance(source, PretrainedSource):
+            return build_runner(cls, config, source, **options)
+        generation = source.generation  # a wrong one is refused before weights are read
+        runner = build_runner(cls, config, source, **options)
+        runner.directory, runner.generation = source.directory, generation
+        logger.info("loaded %s: %s, %s", runner.directory, runner, runner.report)
+        return runner
 
     @property
     def backbone_layers(self) -> tuple:

@@ -12,7 +12,8 @@ from transformers import GenerationConfig as TheirConfig
 from deepseek_attn import LLM, ModelRunner, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
-from deepseek_attn.config.generation import GENERATION_FILE
+from deepseek_attn.config.generation import GENERATION_FILE, GenerationConfig
+from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.engine import Engine
 from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
@@ -172,6 +173,18 @@ def test_values_that_nothing_here_applies_are_a_warning(folder):
     model = folder({"typical_p": 0.9, "min_length": 0, "num_beams": 1, "stop_strings": ["x"]})
     with pytest.warns(UserWarning, match="typical_p 0.9, stop_strings .* not supported, and not applied"):
         ModelRunner.from_pretrained(model, **OPTIONS)
+
+
+def test_config_and_defaults_are_read_once(folder, monkeypatch, capsys):
+    model, read = folder({"max_new_tokens": 2, "typical_p": 0.9}), []
+    for kind in (ModelConfig, GenerationConfig):
+        original = kind.from_pretrained
+        monkeypatch.setattr(kind, "from_pretrained", lambda *args, original=original: read.append(0) or original(*args))
+    with pytest.warns(UserWarning, match="typical_p") as warned:
+        assert main(["generate", "--model", str(model), "--device", "cpu", "--token-ids", "5"]) == 0
+    assert (len(read), len(warned)) == (2, 1)
+    with pytest.warns(UserWarning, match="typical_p"), LLM(model, **OPTIONS) as llm:
+        assert (llm.runner.directory, llm.runner.generation.max_tokens) == (model, 2)
 
 
 def test_rows_without_parameters_are_sampled_by_the_librarys():

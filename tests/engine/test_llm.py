@@ -491,7 +491,7 @@ def test_chat(llm, free_pages):
 
 def test_a_tokenizer_of_a_larger_vocabulary(llm, tmp_path, monkeypatch):
     """Refused before weights are read."""
-    monkeypatch.setattr(ModelRunner, "from_pretrained", lambda *args, **options: pytest.fail("weights were read"))
+    monkeypatch.setattr(ModelRunner, "from_source", lambda *args, **options: pytest.fail("weights were read"))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(llm.directory / file, tmp_path)
     config = llm.runner.config.replace(vocab_size=200)

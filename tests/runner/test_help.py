@@ -34,11 +34,11 @@ def test_the_defaults_are_those_that_a_runner_is_built_with(monkeypatch):
     class Stopped(Exception):
         pass
 
-    def stop(model, **options):
+    def stop(config, source, **options):
         given.update(options)
         raise Stopped
 
-    monkeypatch.setattr(llm_module.ModelRunner, "from_pretrained", stop)
+    monkeypatch.setattr(llm_module.ModelRunner, "from_source", stop)
     with pytest.raises(Stopped):
         LLM()
     parameters = inspect.signature(build.build_runner).parameters
