@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepseek_attn.cli.prompts import Chat, PromptLine, PromptLines, chat_options, conversation_of
-from deepseek_attn.cli.records import record_arguments, record_file, replay_file
+from deepseek_attn.cli.records import SUFFIX, record_arguments, record_file, replay_file
 from deepseek_attn.cli.terminal import say, show, write_above_bars
 from deepseek_attn.engine.completion import Completion
 from deepseek_attn.engine.llm import LLM, IndexedPrompt, Prompt
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from deepseek_attn.layers.parallel import Parallel
 
 BEGINNING = b'{"index": '  # of every line
+CHECKED_AHEAD = 1024  # prompts of a stream
 DEFAULTS = asdict(SamplingParams())
 
 
@@ -56,7 +59,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
 
     Attributes:
         lines: number of lines in the output or printed; errors: number of lines with an ``error``.
-        uses_flags: a prompt of the file has no sampling parameters of its own.
+        uses_flags: a known prompt has no sampling parameters of its own.
     """
 
     def __init__(
@@ -66,16 +69,36 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
         self.lines = self.errors = 0
         self._failed: set[int] = set()  # prompts whose line has an error
         self._done = self._read_done()
-        self._left, self.uses_flags = None, False
+        self._left: int | None = None
+        self._pending_prompts = self._pending(prompts, self._done)
         if prompts.regular:
             with PromptLines(args.prompts, params, args.system) as again:
-                plain = [found[0].params is params for found in self._pending(again, dict(self._done)) if found]
-            self._left, self.uses_flags = len(plain), any(plain)
-        self._pending_prompts = self._pending(prompts, self._done)
+                known = [found[0] for found in self._pending(again, dict(self._done)) if found]
+            self._left = len(known)
+        else:
+            known = [prompt for prompt, _ in self._arrived()]
+        self.uses_flags = any(prompt.params is params for prompt in known)
+        files = [Path(prompt.replay).is_file() for prompt in known if isinstance(prompt.replay, Path)]
+        if files and not any(files):
+            raise ValueError(f"--replay {args.replay}: it has no i{SUFFIX} of a prompt i: name the folder of --records")
         self._heads: dict[int, dict[str, Any]] = {}  # first fields of the lines of prompts in flight, by their index
 
     def __length_hint__(self) -> int:
         return self._left or 0
+
+    def _arrived(self) -> list[tuple[IndexedPrompt, dict[str, Any]]]:
+        """The prompts of a stream that have arrived, which are checked before a model is loaded."""
+        arrived = []
+        for found in self._pending_prompts:
+            if found is None:
+                break
+            arrived.append(found)
+            if len(arrived) == CHECKED_AHEAD:
+                break
+        else:
+            self._left = len(arrived)
+        self._pending_prompts = chain(arrived, self._pending_prompts)
+        return arrived
 
     @property
     def is_complete(self) -> bool:
@@ -124,7 +147,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
                 if isinstance(line.prompt, Chat):
                     chat = conversation_of(self._args, line.prompt)
                     params = with_response_format(params, chat.messages, chat.options)
-                replay = replay_file(self._args.replay, index)
+                replay = None if self._args.replay is None else replay_file(self._args.replay, index)
                 yield IndexedPrompt(index, line.prompt, params, replay), {"index": index, **name, "request": request}
             elif known != request:
                 raise ValueError(

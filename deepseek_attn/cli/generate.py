@@ -189,6 +189,7 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
     from deepseek_attn.cli.batch import complete_all, open_batch
     from deepseek_attn.engine.completion import RequestFailed
     from deepseek_attn.engine.llm import LLM
+    from deepseek_attn.runner.token_records import TokenRecords
     from deepseek_attn.utils.files import check_output
 
     params = sampling_params(args)
@@ -209,6 +210,8 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
         if is_complete:
             return 0 if batch is None else batch.finish()
 
+        replay = None if args.replay is None or args.prompts else TokenRecords.load(replay_file(args.replay))
+
         def before_load(prompts: Prompts) -> None:
             nonlocal prompt
             if args.chat and prompt is not None:
@@ -217,7 +220,7 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
                 say(f"chat: {explanation}")
             if plain:
                 checked: Any = [0] if prompt is None else prompt  # a conversation has become token ids
-                prompts.check(checked, params)
+                prompts.check(checked, params, replay)
 
         model = args.model or default_checkpoint()
         llm = LLM(model, speculate=args.speculate, before_load=before_load, **options)
@@ -228,7 +231,7 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
             return complete_all(llm, batch, params, args, ranks)
         if conversation:
             return converse(llm, params, args)
-        replay, record = replay_file(args.replay), record_arguments(llm, args.records)
+        record = record_arguments(llm, args.records)
         try:
             if params.n > 1:
                 completion = show_completions(llm, prompt, params, replay, record)

@@ -93,10 +93,8 @@ def record_file(records: str, index: int) -> Path:
     return Path(records) / f"{index}{SUFFIX}"
 
 
-def replay_file(replay: str | None, index: int = 0) -> Path | None:
-    """The file to replay for the prompt of this index; None without ``--replay``."""
-    if replay is None:
-        return None
+def replay_file(replay: str, index: int = 0) -> Path:
+    """The file of ``--replay`` for the prompt of this index."""
     return record_file(replay, index) if Path(replay).is_dir() else Path(replay)
 
 

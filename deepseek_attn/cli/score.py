@@ -61,8 +61,9 @@ def run(args: argparse.Namespace) -> None:
     with without_collections():  # the first import of torch
         from deepseek_attn.checkpoint.hub import PretrainedSource
         from deepseek_attn.runner.model_runner import ModelRunner
+        from deepseek_attn.runner.replay import Replay
         from deepseek_attn.runner.sequence import TokenLimits
-        from deepseek_attn.runner.token_records import record_path
+        from deepseek_attn.runner.token_records import ChoosingLayers, TokenRecords, record_path
     from deepseek_attn.utils.files import check_output, write_tensors
 
     if args.mtp and (args.records is not None or args.replay is not None):
@@ -82,11 +83,25 @@ def run(args: argparse.Namespace) -> None:
     if args.records is not None:
         record_path(args.records, "0")
     check_replay(args.replay, f"{len(prompts)} lists need" if len(prompts) > 1 else None)
-    replay = None if args.replay is None else [replay_file(args.replay, i) for i in range(len(prompts))]
-    limits = TokenLimits.of(PretrainedSource(args.model).config, args.max_model_len)
-    for ids in prompts:
-        limits.checked(ids)
-    runner = ModelRunner.from_pretrained(args.model, layers=args.layers, **options)
+    replay = (
+        None if args.replay is None else [TokenRecords.load(replay_file(args.replay, i)) for i in range(len(prompts))]
+    )
+    source = PretrainedSource(args.model, args.layers)
+    limits = TokenLimits.of(source.config, args.max_model_len)
+    choosing = ChoosingLayers.of_config(source.config, args.layers)
+    for i, ids in enumerate(prompts):
+        try:
+            limits.checked(ids)
+            if replay is not None:
+                Replay.create(replay[i], choosing, ids)
+        except ValueError as error:
+            raise ValueError(f"--token-ids {args.token_ids}: list {i}: {error}") from None
+    if args.mtp and source.config.dspark is not None:
+        raise ValueError("--mtp: the drafter is DSpark, which has no logits of single tokens")
+    with source:
+        runner = ModelRunner.from_source(
+            source.config, source, layers=args.layers, expected_drafts=int(args.mtp), **options
+        )
     show_report(runner, args)
     total = f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}"
     if args.logprobs is not None:

@@ -9,7 +9,9 @@ from deepseek_attn.engine.records import named
 from deepseek_attn.engine.request import CheckedPrompt
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.runner.prompts import TokenIds, token_list
+from deepseek_attn.runner.replay import Replay, Replayed
 from deepseek_attn.runner.sequence import TokenLimits
+from deepseek_attn.runner.token_records import ChoosingLayers
 from deepseek_attn.text.chat import ChatOptions, build_prompt
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -60,9 +62,11 @@ class Prompts:
         limit = self.limits.max_model_len
         return build_prompt(self._need_tokenizer(), self.directory, messages, max_tokens=limit, **options)
 
-    def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
+    def check(self, prompt: Prompt, params: SamplingParams | None = None, replay: Replayed | None = None) -> None:
         """Raises ValueError where `LLM.generate` would, before anything is loaded."""
-        CheckedPrompt.of(self, self.tokenizer, self.token_ids(prompt), params)
+        checked = CheckedPrompt.of(self, self.tokenizer, self.token_ids(prompt), params)
+        if replay is not None:
+            Replay.create(replay, ChoosingLayers.of_config(self.config), checked.token_ids)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

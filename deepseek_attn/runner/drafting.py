@@ -95,8 +95,8 @@ def check_drafts(num_drafts: int, num_layers: int, config: AnyConfig, layout: Ca
     limit = min(layout.max_rollback, layout.max_num_batched_tokens) - 1
     if not num_layers:
         raise ValueError(
-            "speculation needs an MTP layer or a DSpark drafter, and this model has none "
-            "(num_nextn_predict_layers is 0, or only some layers were loaded); leave it out"
+            "drafts need an MTP layer or a DSpark drafter, and this model has none "
+            "(num_nextn_predict_layers is 0, or only some layers were loaded); leave them out"
         )
     most = None if config.dspark is None else config.dspark.dspark_block_size
     if most is not None and is_integer(num_drafts) and num_drafts > most:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.config.options import is_integer
-from deepseek_attn.runner.token_records import RecordedLayers, RouterSize, TokenRecords
+from deepseek_attn.runner.token_records import ChoosingLayers, RouterSize, TokenRecords
 
 CHECKED_ROWS = 4096  # that are looked at together
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -40,7 +40,7 @@ class Replay:
     selection_columns: dict[int, int]
 
     @classmethod
-    def create(cls, given: Replayed, found: RecordedLayers, prompt: Sequence[int]) -> Self:
+    def create(cls, given: Replayed, found: ChoosingLayers, prompt: Sequence[int]) -> Self:
         """Checks records for a model's layers and a prompt.
 
         Arrays may be NumPy's. A list of layers may be left out where the records have a column for each layer.
@@ -124,7 +124,7 @@ class Replay:
                     twice = (rows.sort(dim=1).values.diff(dim=1) == 0).any(1) & (rows >= 0).all(1)
                     _refuse(twice, start, f"experts of layer {layer}", "an expert twice", rows)
 
-    def _check_selections(self, found: RecordedLayers) -> None:
+    def _check_selections(self, found: ChoosingLayers) -> None:
         for layer, column in self.selection_columns.items():
             ratio, where = found.selectors[layer], f"selection of layer {layer}"
             for start, rows in _blocks(self.selections, column):

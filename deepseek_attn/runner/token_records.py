@@ -17,9 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.options import as_list, is_integer
+from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.models.block import Backbone
-from deepseek_attn.models.moe import MoE
 from deepseek_attn.utils.files import TensorBlocks, check_output, write_tensor_blocks
 
 FORMAT = "deepseek-attn token records 1"
@@ -156,21 +157,44 @@ class RouterSize:
 
 
 @dataclass(frozen=True)
-class RecordedLayers:
-    """The layers of a loaded model that choose, by number, in order.
+class ChoosingLayers:
+    """The layers of a model that choose, by number, in order.
 
     Attributes:
         routers: layers with experts.
         selectors: compress ratios of layers with an indexer.
         topk: entries that an indexer selects; 0 without indexers.
-        candidates: (blocks, entries of a block) of V4.1's layers that limit later selections.
-        layers: all layers; state_shape: of one token's hidden states after one of them; dtype: of these.
-        entry_dtype: int16 where it holds the number of every entry of a sequence, else int32.
     """
 
     routers: Mapping[int, RouterSize]
     selectors: Mapping[int, int]
     topk: int
+
+    @classmethod
+    def of_config(cls, config: AnyConfig, layers: Iterable[int] | None = None) -> ChoosingLayers:
+        """The layers of a config, or some of them, without MTP layers and draft stages."""
+        numbers = None if layers is None else set(layers)
+        specs = [spec for spec in config.layers if numbers is None or spec.index in numbers]
+        selectors = {spec.index: spec.ratio for spec in specs if spec.has_indexer}
+        experts, topk = config.n_routed_experts, config.num_experts_per_tok
+        routers = {
+            spec.index: RouterSize(experts, topk, spec.hash_routing)
+            for spec in specs
+            if not (isinstance(spec, V32LayerSpec) and spec.dense_ffn)
+        }
+        return ChoosingLayers(routers, selectors, (config.index_topk or 0) if selectors else 0)
+
+
+@dataclass(frozen=True)
+class RecordedLayers(ChoosingLayers):
+    """The layers of a loaded model.
+
+    Attributes:
+        candidates: (blocks, entries of a block) of V4.1's layers that limit later selections.
+        layers: all layers; state_shape: of one token's hidden states after one of them; dtype: of these.
+        entry_dtype: int16 where it holds the number of every entry of a sequence, else int32.
+    """
+
     candidates: Mapping[int, tuple[int, int]]
     layers: tuple[int, ...]
     state_shape: tuple[int, ...]
@@ -182,18 +206,12 @@ class RecordedLayers:
         """The layers of the backbone, without MTP layers and draft stages."""
         config, blocks = model.config, {int(number): block for number, block in model.layers.items()}
         specs = {number: block.attn.spec for number, block in blocks.items()}
-        selectors = {number: spec.ratio for number, spec in specs.items() if spec.has_indexer}
+        choosing = ChoosingLayers.of_config(config, blocks)
         limiting = [number for number, spec in specs.items() if getattr(spec, "candidate_source", None) == number]
         blocks_kept = getattr(config, "candidate_topk_blocks", None) or 0, getattr(config, "candidate_block_size", 0)
-        most = max((max_model_len // ratio for ratio in selectors.values()), default=0)
+        most = max((max_model_len // ratio for ratio in choosing.selectors.values()), default=0)
         return cls(
-            routers={
-                number: RouterSize(config.n_routed_experts, block.ffn.gate.topk, block.ffn.gate.hash)
-                for number, block in blocks.items()
-                if isinstance(block.ffn, MoE)
-            },
-            selectors=selectors,
-            topk=(config.index_topk or 0) if selectors else 0,
+            **vars(choosing),
             candidates=dict.fromkeys(limiting, blocks_kept),
             layers=tuple(blocks),
             state_shape=model.layer_state_shape,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
-from deepseek_attn.cli import main
+from deepseek_attn.cli import batch, main
 from deepseek_attn.cli.prompts import PromptLines
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.llm import LLM
@@ -342,6 +342,7 @@ def test_other_json_is_refused_with_its_line(command, capsys, monkeypatch, line,
 
 
 def test_other_json_in_a_stream_leaves_what_was_written(command, monkeypatch, capsys):
+    monkeypatch.setattr(batch, "CHECKED_AHEAD", 2)
     prompts = ["one", "two", "three", "four", "five"]
     write_prompts("prompts", [*prompts, '{"text": "x"}'])
     with open("prompts") as file:

@@ -15,6 +15,7 @@ from deepseek_attn.checkpoint.safetensors_source import SafetensorsSource
 from deepseek_attn.cli import COMMANDS, main
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.data import SMALL_CHECKPOINT
+from deepseek_attn.runner import TokenRecords
 from tests.support.exit_codes import exit_code
 
 
@@ -297,6 +298,9 @@ def test_inspect(checkpoint, place, capsys, flags, message):
         ("bench model --batch 0", "--batch 0: must be at least 1"),
         ("bench layer --context 5,-1", "--context -1: must be at least 1"),
         ("bench layer --plot times.doc", "--plot times.doc: its name must end in one of"),
+        ("bench layer --model tiny --backends auto,none", "unknown backend 'none': supported are auto"),
+        ("bench layer --query-tokens 1,9 --context 64,4", "--query-tokens 9: --context 4 must be at least as long"),
+        ("bench engine --drafts 1 --acceptance 0.5 --device cpu", "--acceptance needs steps that are CUDA graphs"),
         ("bench layer --backends ,", "argument --backends: ',': write names with commas between them"),
         (f"bench layer --batch 1,{'9' * 5000}", "write integers with commas between them"),
         (f"bench layer --context 5 --batch {2**62}", "out of memory"),
@@ -431,14 +435,57 @@ def test_no_standard_input(checkpoint, place, capsys, monkeypatch):
         (("score", "--token-ids", "far.json", "--out", "o"), "token id 99999 is not in the vocabulary"),
         (("score", "--token-ids", "ids.json", "--out", "o", "--records", "file"), "the folder 'file' cannot be made"),
         (("inspect", "--token-ids", "1,99999", "--out", "o.html"), "token id 99999 is not in the vocabulary"),
+        (("generate", "--prompt", "x", "--replay", "file"), "'file' cannot be read as records"),
+        (
+            ("generate", "--token-ids", "1,2", "--replay", "other"),
+            "token 1 of the prompt is 2, and that of the records",
+        ),
+        (("generate", "--token-ids", "1,3", "--replay", "other"), "experts have 1 columns per layer, and a token of"),
+        (
+            ("generate", "--prompts", "lines", "--replay", "full"),
+            "--replay full: it has no i.safetensors of a prompt i",
+        ),
+        (("generate", "--prompts", "-", "--replay", "full"), "--replay full: it has no i.safetensors of a prompt i"),
+        (("generate", "--prompts", "-", "--stop-token-id", "99999"), "stop_token_ids [99999]"),
+        (("score", "--token-ids", "ids.json", "--out", "o", "--replay", "file"), "'file' cannot be read as records"),
+        (("score", "--token-ids", "ids.json", "--out", "o", "--replay", "other"), "list 0: replay: token 1 of the"),
     ],
 )
 def test_wrong_input_is_refused_before_weights_are_read(place, capsys, monkeypatch, command, message):
     (place / "far.json").write_text("[[1, 99999]]")
     (place / "lines").write_text('{"prompt": "x", "n": 2}\nanother\n')
+    experts = torch.zeros(3, 1, 1, dtype=torch.int64)
+    TokenRecords(token_ids=torch.tensor([1, 3, 5]), experts=experts, route_layers=(0,)).save("other")
+    monkeypatch.setattr(sys, "stdin", stream_of(place / "lines"))
     for method in ("read", "read_part", "read_shard", "view"):
         monkeypatch.setattr(SafetensorsSource, method, lambda *args: pytest.fail("weights were read"))
     assert message in refused(capsys, place, *command, "--model", str(SMALL_CHECKPOINT))
+
+
+def stream_of(path):
+    """Standard input that is a pipe with the text of a file."""
+    ours, theirs = os.pipe()
+    os.write(theirs, path.read_bytes())
+    os.close(theirs)
+    return os.fdopen(ours)
+
+
+def test_lines_of_a_stream_that_have_arrived_are_checked_before_weights_are_read(place, capsys, monkeypatch):
+    (place / "lines").write_text('a\n{"prompt": "x", "temperatur": 0}\n')
+    monkeypatch.setattr(sys, "stdin", stream_of(place / "lines"))
+    monkeypatch.setattr(SafetensorsSource, "read", lambda *args: pytest.fail("weights were read"))
+    message = refused(capsys, place, "generate", "--prompts", "-", "--out", "o", "--model", str(SMALL_CHECKPOINT))
+    assert "--prompts -: line 2: no such keys: temperatur" in message
+
+
+def test_drafts_of_a_model_without_mtp_are_refused_before_weights_are_read(checkpoint, place, capsys, monkeypatch):
+    config = ModelConfig.from_pretrained(checkpoint)
+    shutil.copytree(checkpoint, "none", ignore=shutil.ignore_patterns("config.json"))
+    (place / "none" / "config.json").write_text(json.dumps(config.replace(num_nextn_predict_layers=0).to_dict()))
+    monkeypatch.setattr(SafetensorsSource, "read", lambda *args: pytest.fail("weights were read"))
+    for command in (("score", *SCORE, "--mtp"), ("bench", "engine", "--drafts", "1")):
+        message = refused(capsys, place, *command, "--model", "none")
+        assert "drafts need an MTP layer or a DSpark drafter, and this model has none" in message
 
 
 def test_parameters_of_a_line_replace_flags_that_the_model_refuses(place, capsys):

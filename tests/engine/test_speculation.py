@@ -475,5 +475,5 @@ def test_what_cannot_be_speculated(directory, plain):
         LLM(directory, speculate=16, **OPTIONS)
     with pytest.raises(ValueError, match="4 drafts per step: supported are 1 to 3"):
         LLM(directory, speculate=4, **untyped(OPTIONS | {"max_num_batched_tokens": 4}))
-    with pytest.raises(ValueError, match="needs an MTP layer"):
+    with pytest.raises(ValueError, match="need an MTP layer"):
         LLM(directory, speculate=1, layers=[0], **OPTIONS)

@@ -124,8 +124,8 @@ def add_engine_parser(what: argparse._SubParsersAction) -> None:
         "--batch", type=numbers, default=[1, 8, 32], metavar="LIST", help="requests at a time (default: 1,8,32)"
     )
     engine.add_argument(
-        "--drafts", type=numbers, default=[1, 2, 3], metavar="LIST",
-        help="numbers of drafts per step, compared with no drafts (default: 1,2,3)",
+        "--drafts", type=numbers, metavar="LIST",
+        help="numbers of drafts per step, compared with no drafts (default: 1,2,3, or 0 where nothing drafts)",
     )  # fmt: skip
     engine.add_argument(
         "--acceptance", type=fractions, metavar="LIST",

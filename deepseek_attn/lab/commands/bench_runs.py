@@ -12,14 +12,17 @@ from pathlib import Path
 
 import torch
 
+from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli.generate import default_checkpoint
 from deepseek_attn.cli.info import environment
 from deepseek_attn.cli.load_report import show_report
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.config.model import AnyConfig, ModelConfig
-from deepseek_attn.config.options import pick_device
+from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.config.options import pick_device, pick_dtype
 from deepseek_attn.engine.structured import import_llguidance
+from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.lab.bench.engine import (
     DecodingVariant,
@@ -38,6 +41,7 @@ from deepseek_attn.lab.bench.structured import time_masks, wide_tokenizer
 from deepseek_attn.lab.bench.timing import ceilings
 from deepseek_attn.lab.bench.tune import FAMILIES, json_lines, tables_of, time_tables
 from deepseek_attn.lab.commands.table import PrintedTable, print_kernels
+from deepseek_attn.models.families import get_family
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from deepseek_attn.utils.clock import seconds_since
@@ -80,6 +84,14 @@ def run_layer(args: argparse.Namespace) -> None:
     """Times each chosen attention layer with each backend, at all sizes."""
     device, config = pick_device(args.device), ModelConfig.from_pretrained(args.model)
     groups = [instances(config, layer, args.instances) for layer in args.layers or first_of_each_kind(config)]
+    usual = "serving" if device.type == "cuda" else "exact"
+    numerics = numerics_for(config, args.numerics or usual, args.index_keys)
+    for backend in args.backends:  # before the first is timed
+        get_family(config, numerics, pick_dtype(args.dtype, device), device, AttentionOptions(backend))
+    if max(args.query_tokens) > min(args.context):
+        raise ValueError(
+            f"--query-tokens {max(args.query_tokens)}: --context {min(args.context)} must be at least as long"
+        )
     limits = ceilings(device)
     sizes = product(args.context, args.query_tokens, args.batch)
     steps = [(batch, tokens, context) for context, tokens, batch in sizes]
@@ -206,9 +218,17 @@ def run_engine(args: argparse.Namespace) -> None:
     """Times greedy decoding of an engine in each of the ways, at all batch sizes."""
     if args.structured:
         import_llguidance()  # report a missing extra before the model is loaded
-    runner = engine_runner(args, checkpoint_to_time(args))
-    show_report(runner, args)
+    if args.acceptance and (problem := problem_on(pick_device(args.device))):
+        raise ValueError(f"--acceptance needs steps that are CUDA graphs: {problem}")
+    checkpoint = checkpoint_to_time(args)
+    config = ModelConfig.from_pretrained(args.model) if checkpoint is None else PretrainedSource(checkpoint).config
+    if args.drafts is None:
+        args.drafts = [1, 2, 3] if config.mtp_layers or config.dspark else [0]
     drafts = [n for n in args.drafts if n > 0]
+    if args.acceptance and not drafts:
+        raise ValueError("--acceptance: there are no drafts to accept; give --drafts")
+    runner = engine_runner(args, checkpoint)
+    show_report(runner, args)
     rates = args.acceptance or [None]
     variants = [DecodingVariant(), *(DecodingVariant(n, acceptance=rate) for n, rate in product(drafts, rates))]
     if args.logprobs is not None:
@@ -309,6 +329,7 @@ def engine_runner(args: argparse.Namespace, checkpoint: str | Path | None) -> Mo
         "backend": args.backend, "deterministic": args.deterministic,
         "max_model_len": args.prompt + args.tokens + max(args.drafts), "max_num_seqs": max(args.batch),
         "max_num_batched_tokens": max(2048, max(args.batch) * (1 + max(args.drafts))),
+        "expected_drafts": max(args.drafts),
     }  # fmt: skip
     if checkpoint is not None:
         return ModelRunner.from_pretrained(checkpoint, **options)

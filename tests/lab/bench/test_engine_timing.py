@@ -240,7 +240,7 @@ def test_command_on_the_small_checkpoint(capsys):
         ("--tokens 1", "--tokens 1: must be at least 2"),
         ("--batch 0", "--batch 0: must be at least 1"),
         ("--acceptance 0.5,1.2", "--acceptance 1.2: must be 0 to 1"),
-        ("--acceptance 0.5", "a set acceptance needs steps that are CUDA graphs"),
+        ("--acceptance 0.5", "--acceptance needs steps that are CUDA graphs"),
         ("--model nothing", "'nothing'"),
     ],
 )
