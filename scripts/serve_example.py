@@ -54,8 +54,18 @@ OTHERS = {"model", "stream", "stream_options", "max_completion_tokens", "top_log
 OTHERS |= {"user", "metadata", "store", "service_tier", "parallel_tool_calls"}  # these change no answer
 
 
+PATHS = ("/v1/models", "/v1/models/{name:path}", "/v1/completions", "/v1/chat/completions")
+MAX_BODY_BYTES = 1 << 26
 GONE_SECONDS = 0.1  # between two checks whether a client is still connected
 SHUTDOWN_SECONDS = 5  # after Ctrl-C, for requests that run
+
+
+class Refusal(HTTPException):
+    """A request that is refused with the status and, where OpenAI's API has one, the code of that API."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(status, message)
+        self.code = code
 
 
 class Asked(NamedTuple):
@@ -176,9 +186,27 @@ def usage(completions: list[Completion]) -> dict[str, Any]:
     return totals | {"prompt_tokens_details": cached}
 
 
-def refusal(error: Exception) -> dict[str, Any]:
+def refusal(error: Exception, code: str | None = None) -> dict[str, Any]:
     kind = "invalid_request_error" if isinstance(error, REFUSED) else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
+
+
+async def json_of(request: Request) -> dict[str, Any]:
+    """The body of a request. Refusal, or ValueError: it is not a JSON object."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":  # others need no consent across sites in browsers
+        raise Refusal(
+            400, f"the header Content-Type is {kind!r:.80}: it must be application/json", "unsupported_content_type"
+        )
+    received = bytearray()
+    async for part in request.stream():
+        received += part
+        if len(received) > MAX_BODY_BYTES:
+            raise Refusal(413, f"the body is larger than {MAX_BODY_BYTES} bytes: send fewer prompts in a request")
+    body = await run_in_threadpool(parse_json, bytes(received), "the body")
+    if not isinstance(body, dict):
+        raise ValueError(f"the body must be a JSON object, got {type(body).__name__}")
+    return body
 
 
 def make_app(llm: LLM, name: str) -> Starlette:
@@ -229,11 +257,11 @@ def make_app(llm: LLM, name: str) -> Starlette:
     async def answer(request: Request) -> Response:
         # a thread for each request that can run, and some for those that wait
         current_default_thread_limiter().total_tokens = 2 * llm.runner.layout.max_num_seqs + 4
-        body, chat = parse_json(await request.body(), "the body"), "chat" in request.url.path
-        if not isinstance(body, dict):
-            raise ValueError(f"the body must be a JSON object, got {type(body).__name__}")
-        if body.get("model") not in (None, name):
-            raise ValueError(f"model {body['model']!r:.80} is not here: the only one is {name!r}")
+        body, chat = await json_of(request), "chat" in request.url.path
+        model = body.get("model")
+        if not isinstance(model, str | None):
+            raise ValueError(f"model={model!r:.80}: must be text")
+        check_model(model)
         asked = await run_in_threadpool(read_body, llm, body, chat)
         if asked.stream:
             stream = await run_in_threadpool(llm.stream, asked.prompts[0], asked.params)
@@ -249,24 +277,33 @@ def make_app(llm: LLM, name: str) -> Starlette:
         kind = "chat.completion" if chat else "text_completion"
         return JSONResponse(head(kind) | {"choices": choices, "usage": usage(found)})
 
+    def check_model(model: str | None) -> None:
+        if model not in (None, name):
+            raise Refusal(404, f"the model {model!r:.80} does not exist: the only one is {name!r}", "model_not_found")
+
     async def models(request: Request) -> Response:
         found = {"id": name, "object": "model", "created": started, "owned_by": "deepseek-attn"}
         wanted = request.path_params.get("name")
-        if wanted not in (None, name):
-            raise HTTPException(404, f"the only model is {name!r}")
+        check_model(wanted)
         return JSONResponse({"object": "list", "data": [found]} if wanted is None else found)
 
     async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, Refusal):
+            return JSONResponse(refusal(ValueError(error.detail), error.code), error.status_code)
         if isinstance(error, HTTPException):  # another path or method
-            return JSONResponse(
-                refusal(ValueError(f"{request.method} {request.url.path}: {error.detail}")), error.status_code
-            )
+            message, code = f"{request.method} {request.url.path}: {error.detail}", None
+            if error.status_code == 404:
+                message += f"; there are {', '.join(PATHS).replace(':path', '')}"
+            elif error.status_code == 405:
+                code, allowed = "method_not_supported", (error.headers or {}).get("Allow")
+                message += f"; the path takes {allowed}"
+            return JSONResponse(refusal(ValueError(message), code), error.status_code, error.headers)
         return JSONResponse(refusal(error), 400 if isinstance(error, REFUSED) else 500)
 
     app = Starlette(exception_handlers=dict.fromkeys((*REFUSED, RequestFailed, HTTPException, Exception), refuse))
-    for path in ("/v1/models", "/v1/models/{name:path}"):
+    for path in PATHS[:2]:
         app.add_route(path, models)
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in PATHS[2:]:
         app.add_route(path, answer, methods=["POST"])
     return app
 

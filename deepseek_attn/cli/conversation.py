@@ -13,12 +13,11 @@ from deepseek_attn.cli.terminal import say, show
 from deepseek_attn.text.reply import END_THINK
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from deepseek_attn.engine.completion import Completion
     from deepseek_attn.engine.llm import LLM, Prompt, TextStream
     from deepseek_attn.engine.records import RecordArguments
     from deepseek_attn.engine.sampling import SamplingParams
+    from deepseek_attn.runner.replay import Replayed
 
 
 def show_answer(stream: TextStream, llm: LLM, chat: bool) -> Completion:
@@ -59,7 +58,7 @@ def show_logprobs(completion: Completion, llm: LLM) -> None:
 
 
 def show_completions(
-    llm: LLM, prompt: Prompt, params: SamplingParams, replay: Path | None, record: RecordArguments
+    llm: LLM, prompt: Prompt, params: SamplingParams, replay: Replayed | None, record: RecordArguments
 ) -> Completion:
     """Prints the ``n`` completions of a prompt, each after its number on standard error; returns the first."""
     from deepseek_attn.engine.completion import RequestFailed

@@ -16,7 +16,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request as HTTPRequest, urlopen
 
 import pytest
 import torch
@@ -100,8 +100,10 @@ def test_models(client):
     [model] = client.models.list()
     assert (model.id, client.models.retrieve("tiny")) == ("tiny", model)
     assert model.created <= time.time()
-    with pytest.raises(openai.NotFoundError, match="the only model is 'tiny'"):
-        client.models.retrieve("other/model")
+    for ask in (client.models.retrieve, lambda name: client.completions.create(model=name, prompt="a")):
+        with pytest.raises(openai.NotFoundError, match="'other/model' does not exist: the only one is 'tiny'") as found:
+            ask("other/model")
+        assert (found.value.type, found.value.code) == ("invalid_request_error", "model_not_found")
 
 
 def test_completions(client, llm):
@@ -233,8 +235,8 @@ def test_a_client_that_goes_away(client, llm, stream):
     stats, content = llm.engine.stats, json.dumps(body).encode()
     before, generated = stats.finished["abort"], stats.generated  # requests that no step has computed are never aborted
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-        connection.sendall(head.encode() + content)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
         waits_until(lambda: stats.generated > generated and len(llm.engine.scheduler.running) == len(prompts))
     waits_until(lambda: stats.finished["abort"] == before + len(prompts))
     assert not llm.engine.has_unfinished
@@ -263,17 +265,49 @@ def waits_until(condition) -> None:
     ids=lambda value: value[:40],
 )
 def test_wrong_bodies(client, llm, body, message):
-    with pytest.raises(HTTPError) as error:
-        urlopen(f"{client.base_url}completions", data=body.encode())
-    assert error.value.code == 400
-    assert message in json.load(error.value)["error"]["message"]
+    status, _, error = refused(client, "completions", body.encode())
+    assert (status, error["type"], error["code"]) == (400, "invalid_request_error", None)
+    assert message in error["message"]
     assert not llm.engine.has_unfinished
 
 
-def test_another_path(client):
+def post(url: str, body: bytes, kind: str = "application/json") -> HTTPRequest:
+    return HTTPRequest(url, body, {"Content-Type": kind})
+
+
+def refused(client, path: str, body: bytes | None = None, kind: str = "application/json") -> tuple:
+    """Status, headers and error of a request that is refused, by GET without a body."""
     with pytest.raises(HTTPError) as error:
-        urlopen(f"{client.base_url}engines")
-    assert (error.value.code, json.load(error.value)["error"]["message"]) == (404, "GET /v1/engines: Not Found")
+        urlopen(post(f"{client.base_url}{path}", body, kind) if body else f"{client.base_url}{path}")
+    found = json.load(error.value)
+    assert found.keys() == {"error"}
+    assert found["error"].keys() == {"message", "type", "param", "code"}
+    return error.value.code, error.value.headers, found["error"]
+
+
+def test_other_paths_and_methods(client):
+    status, _, error = refused(client, "engines")
+    assert (status, error["code"]) == (404, None)
+    assert error["message"].startswith("GET /v1/engines: Not Found; there are /v1/models, /v1/models/{name}, /v1/comp")
+    status, headers, error = refused(client, "chat/completions")
+    assert (status, headers["Allow"], error["code"]) == (405, "POST", "method_not_supported")
+    assert error["message"] == "GET /v1/chat/completions: Method Not Allowed; the path takes POST"
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_other_content_types(client, kind):
+    """A page of another site may send them from a browser on this machine."""
+    status, _, error = refused(client, "completions", b'{"prompt": "a"}', kind)
+    assert (status, error["code"]) == (400, "unsupported_content_type")
+    assert f"the header Content-Type is {kind!r}: it must be application/json" in error["message"]
+
+
+def test_a_large_body(client, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("serve_example"), "MAX_BODY_BYTES", 1000)
+    assert client.completions.create(model="tiny", prompt="a" * 800, max_tokens=1).choices
+    status, _, error = refused(client, "completions", json.dumps({"prompt": "a" * 1000}).encode())
+    assert (status, error["type"]) == (413, "invalid_request_error")
+    assert "the body is larger than 1000 bytes" in error["message"]
 
 
 def test_interrupted(llm):
@@ -285,8 +319,8 @@ def test_interrupted(llm):
         try:
             address = next(found[0] for line in log if (found := re.search(r"http://\S+(?= until)", line)))
             body = json.dumps({"prompt": "hi", "max_tokens": 2900, "ignore_eos": True, "stream": False})
-            single = threads.submit(urlopen, f"{address}/completions", body.encode())
-            streamed = urlopen(f"{address}/completions", body.replace("false", "true").encode())
+            single = threads.submit(urlopen, post(f"{address}/completions", body.encode()))
+            streamed = urlopen(post(f"{address}/completions", body.replace("false", "true").encode()))
             assert streamed.readline().startswith(b"data: {")
             process.send_signal(signal.SIGINT)
             shown = [next(line for line in log if "Waiting for connections" in line)]
@@ -322,7 +356,8 @@ def test_an_address_that_cannot_be_used(monkeypatch, capsys, host, message):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"model": "other"}, "model 'other' is not here: the only one is 'tiny'"),
+        ({"model": 5}, "model=5: must be text"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"messages": []}, "messages must be a non-empty list"),
         ({"temperature": -1}, "temperature"),
         ({"echo": True}, "not supported: echo; supported are "),
