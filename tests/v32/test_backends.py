@@ -24,7 +24,7 @@ from deepseek_attn.v32.backends import (
 )
 from deepseek_attn.v32.backends.flashinfer_adapter import trtllm_decode
 from tests.support.oracle_v32 import NaiveOracle
-from tests.support.small_models import assert_close, prompt
+from tests.support.small_models import assert_close, assert_same_codes, prompt
 from tests.support.tiers import tiered
 from tests.support.typed import required
 from tests.support.v32_cases import make_runner, small
@@ -77,7 +77,7 @@ def test_modes_thresholds_and_chunks_give_one_result(kv_record, fp8_mode, thresh
     logits, steps = compute(runner, tokens, chunks, threshold)
     whole = make_runner(config, fp8_mode="mixed", numerics=NUMERICS[kv_record])
     for row, ids in zip(logits, tokens, strict=True):
-        assert_close(row, whole.score([ids])[0], tolerance=1e-4)
+        assert_same_codes(row, whole.score([ids])[0], largest=1e-4 if kv_record == "plain" else 0.01)
         if kv_record == "plain":
             assert_close(row, required(NaiveOracle(config, runner_source(config))(ids).logits))
     decodes = [(step.num_decodes, step.num_prefills) for step in steps]
