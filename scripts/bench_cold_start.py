@@ -153,7 +153,9 @@ def started(model: str, cache: str, folder: Path, args: argparse.Namespace) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="default: both")
     parser.add_argument("--caches", nargs="+", default=list(CACHES[1:]), choices=CACHES, help="default: ahead filled")
     parser.add_argument("--layers", type=int, default=6, help="of v4_flash (default: 6)")

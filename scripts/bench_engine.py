@@ -96,7 +96,9 @@ def row_of(runner: ModelRunner, mode: str, batch: int, args: argparse.Namespace)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="v4_flash")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, help="default: the preset's")

@@ -175,7 +175,9 @@ def distances(workers: list[Worker], prompt: list[int]) -> dict[str, tuple[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", default=sys.executable, help="interpreter that has fastllm (default: this one)")
     parser.add_argument(
         "--model", default=str(Path(__file__).parents[1] / "deepseek_attn/data/small"),

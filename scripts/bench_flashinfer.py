@@ -179,6 +179,7 @@ class Comparison:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         description=(__doc__ or "").split("\n")[0],
         epilog="Needs a GPU of compute capability 9.0 and apache-tvm-ffi; humming-kernels 0.1.19 for the third side.",
     )

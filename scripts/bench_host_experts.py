@@ -70,7 +70,9 @@ SOAK_SHARE = 0.8  # of the soak's predictions that are right
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=Path(__file__).name, description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog=Path(__file__).name, description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--model", default="v4_flash", help="a preset (default: v4_flash)")
     parser.add_argument("--parts", default="copies,experts,model")
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16])
@@ -497,7 +499,7 @@ class Bench:
 
     def predicted(self, options: dict[str, Any]) -> dict[str, Any]:
         """Bytes of GPU and host that ``deepseek-attn plan`` predicts for a runner with these options."""
-        parser = argparse.ArgumentParser()
+        parser = argparse.ArgumentParser(allow_abbrev=False)
         plan_command.add_arguments(parser)
         flags = ["--model", self.args.model, "--gpu", self.args.gpu, "--expert-memory", "host", "--host-memory", "9TB"]
         flags += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]

@@ -219,6 +219,7 @@ def report_rows(benchmark: str, rows: Iterable[dict], out: Path | None, **facts:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         description=(__doc__ or "").split("\n")[0],
         epilog="Needs a GPU of compute capability 9.0 and humming-kernels 0.1.19.",
     )

@@ -399,7 +399,7 @@ def left_out(parallel: Parallel) -> Iterator[None]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="v4_flash", help="preset or config.json (default: v4_flash)")
     parser.add_argument("--steps", type=lambda text: text.split(","), default=list(STEPS), help="default: all")
     parser.add_argument("--layouts", type=lambda text: text.split(","), default=list(LAYOUTS), help="default: tp,dp")

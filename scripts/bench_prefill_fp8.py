@@ -85,7 +85,7 @@ def point(fp8: FP8Prefill, queries: int, heads: int, keys: int, rounds: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--module", type=Path, required=True, help="SGLang's compiled kernel")
     parser.add_argument("--rounds", type=int, default=21, help="replays of each graph; the median counts")
     parser.add_argument("--out", type=Path, help="keep the JSON document here, after each shape")

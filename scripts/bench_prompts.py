@@ -120,7 +120,9 @@ def synchronize(runner: ModelRunner) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="v41_flash", help="a preset of V4.1 (default: v41_flash)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072], help="tokens of the prompts")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step")

@@ -61,7 +61,9 @@ def time_ours(runner: ModelRunner, tokens: list[int], prompt: int) -> tuple[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompt", type=int, default=1024, help="tokens to prefill")
     parser.add_argument("--decode", type=int, default=64, help="tokens to decode after them")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each side; the median counts")

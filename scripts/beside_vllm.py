@@ -383,7 +383,9 @@ def call_times(sides: list[list[Callable[[], object]]], repeats: int) -> list[li
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], epilog="Needs a GPU of compute capability 9.0 and vLLM 0.33.0."
+        allow_abbrev=False,
+        description=(__doc__ or "").split("\n")[0],
+        epilog="Needs a GPU of compute capability 9.0 and vLLM 0.33.0.",
     )
     parser.add_argument("phase", choices=("check", "decode", "prefill", "warm"))
     parser.add_argument("--model", choices=("v4_flash", "v4_pro"), default="v4_flash", help="preset")

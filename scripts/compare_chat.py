@@ -465,7 +465,9 @@ def versioned(text: str) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare chat prompts and replies with those of other programs.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Compare chat prompts and replies with those of other programs."
+    )
     parser.add_argument("--count", type=int, default=1000, help="conversations for each program (default: 1000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

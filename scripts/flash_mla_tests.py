@@ -280,7 +280,9 @@ def parse_slice(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=Path(__file__).name, description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog=Path(__file__).name, description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("checkout", type=Path, help="folder of FlashMLA, of which tests/ is read")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where torch has a GPU")
     parser.add_argument("--processes", type=int, default=1, help="cases at the same time (default 1)")

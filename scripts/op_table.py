@@ -194,7 +194,9 @@ def with_table(page: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("page", type=Path, help="docs/structure.md")
     page = parser.parse_args().page
     write_text(page, with_table(page.read_text(encoding="utf-8")))

@@ -142,7 +142,7 @@ def write(path: Path, svg: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     study = commands.add_parser("study", help="the plots of an experiment's report")
     study.add_argument("report", type=Path, help="report.json of an experiment")

@@ -823,7 +823,9 @@ def page(folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("docs", type=Path, help="the folder docs: reads its data, writes results.md")
     docs = parser.parse_args().docs
     write_text(docs / "results.md", page(docs / "data"))

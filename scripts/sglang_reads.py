@@ -156,7 +156,7 @@ def rearranged(name: str, tensor: torch.Tensor, parameters: dict[str, torch.nn.P
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path, metavar="DIR", help="checkpoint folder")
     args = parser.parse_args()
     if find_spec("sglang") is None:

@@ -128,7 +128,9 @@ def test(python: Path, sdist: Path, part: str, options: list[str]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment")
     parser.add_argument("--torch", help="its version, e.g. 2.10.0")
     parser.add_argument("--triton", help="its version, e.g. 3.6.0")

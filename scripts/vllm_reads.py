@@ -189,7 +189,7 @@ def bytes_of(name: str, tensors: dict[str, torch.Tensor]) -> list[bytes]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="+", type=Path, metavar="DIR", help="checkpoint folder")
     args = parser.parse_args()
     if find_spec("vllm") is None:

@@ -7,6 +7,9 @@ import os
 import re
 import reprlib
 import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -342,23 +345,36 @@ def check_files(args: argparse.Namespace) -> None:
 class Parser(argparse.ArgumentParser):
     """Parser of the command line and of each command.
 
-    Text flags must be `nonempty` unless they have ``type=str``; integer flags must fit 64 bits (`integer`). An unknown
-    argument is an error that shows the usage of its command.
+    Text flags must be `nonempty` unless they have ``type=str``; integer flags must fit 64 bits (`integer`). Flags are
+    written out. An unknown argument is an error that shows the usage of its command and the nearest flag.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"allow_abbrev": False} | kwargs)
+        self._given: Sequence[str] = ()
         self.register("type", None, nonempty)
         self.register("type", int, integer)
 
     def parse_known_args(self, args=None, namespace=None, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        self._given = sys.argv[1:] if args is None else args
         parsed, unknown = super().parse_known_args(args, namespace, **kwargs)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        super().error(visible(message))
+        super().error(visible("; ".join([message, *self._nearest()])))
+
+    def _nearest(self) -> list[str]:
+        """For each given flag that does not exist, the flags that it begins, or the most similar one."""
+        known, found = self._option_string_actions, []
+        for flag in (word.partition("=")[0] for word in takewhile(lambda word: word != "--", self._given)):
+            if flag.startswith("--") and flag not in known:
+                near = [name for name in known if name.startswith(flag)] or get_close_matches(
+                    flag.replace("_", "-"), known, n=1, cutoff=0.7
+                )
+                found += [f"did you mean {' or '.join(near)} instead of {flag}?"] if near else []
+        return found
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
         """Writes help or an error; unlike argparse's, raises OSError if standard output cannot take the help."""

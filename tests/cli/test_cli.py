@@ -20,6 +20,7 @@ from deepseek_attn import ModelConfig, ModelRunner
 from deepseek_attn.cli import main
 from deepseek_attn.cli.options import parse_bytes
 from deepseek_attn.runner import TokenRecords
+from tests.support.exit_codes import exit_code
 from tests.support.small_models import two_layers
 from tests.support.typed import required
 
@@ -62,6 +63,24 @@ def score(checkpoint, tmp_path, lists, *flags):
         + ["--device", "cpu", "--numerics", "exact", "--dtype", "float32", *flags]
     )
     return code, out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("generate --temperatur 0", "unrecognized arguments: --temperatur 0; did you mean --temperature instead"),
+        ("generate --temp=0", "unrecognized arguments: --temp=0; did you mean --temperature instead of --temp?"),
+        ("generate --max_tokens 9", "did you mean --max-tokens instead of --max_tokens?"),
+        ("bench engine --draft 2", "did you mean --drafts instead of --draft?"),
+        ("score --token_ids f --out o", "required: --model, --token-ids; did you mean --token-ids instead of"),
+        ("generate --n 2 --s 1", "did you mean --system or --seed or --stop or --stop-token-id or --speculate or --s"),
+        ("generate --gpu-memory-utilization 0.9", "unrecognized arguments: --gpu-memory-utilization 0.9\n"),
+        ("--vers", "required: COMMAND; did you mean --version instead of --vers?"),
+    ],
+)
+def test_flags_are_written_out_and_others_name_the_nearest(command, message, capsys):
+    assert exit_code(main, command.split()) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_make_checkpoint_has_everything(checkpoint):

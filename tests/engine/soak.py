@@ -427,7 +427,7 @@ def make_runners(
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=required(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=required(__doc__).splitlines()[0])
     parser.add_argument("--model", default="v4", help="v4 or v32 (small ones), a preset or a config.json (default: v4)")
     parser.add_argument("--layers", type=int, help="keep this many layers of the model, and its MTP layer")
     parser.add_argument("--experts", type=int, help="routed experts per layer (default: the model's)")

@@ -201,7 +201,7 @@ def use_buckets(runner: ModelRunner) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=required(__doc__).split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=required(__doc__).split("\n")[0])
     parser.add_argument("--config", default="tiny")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--longest", type=int, default=3000)

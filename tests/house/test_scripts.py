@@ -33,6 +33,7 @@ def run(monkeypatch):
 def test_each_says_how_it_is_called(run, capsys, name):
     assert run(name, "--help") == 0
     assert capsys.readouterr().out.startswith(f"usage: {name}")
+    assert run(name, "--hel") == 2, "flags are written out"
 
 
 def test_a_report_that_is_none(run, capsys, tmp_path):
