@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,33 +16,24 @@ from deepseek_attn.runner.ahead.pool import compile_variants
 from deepseek_attn.runner.ahead.recording import Launches, Variant, prepare_keys, recorded_launches
 from deepseek_attn.runner.ahead.request import RunnerRequest
 from deepseek_attn.runner.meta_runner import MetaRunner
-from deepseek_attn.runner.step import Rows
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.processes import end_with_parent
 
 
-class KernelLists:
-    """The kernels of a runner's steps, from plans and launches on a `MetaRunner` within `recorded_launches`."""
+def kernel_lists(request: RunnerRequest, launches: Launches) -> Iterator[list[Variant]]:
+    """For each size of a step, the kernels that no earlier step launched, in the order of `WarmUp.sizes`.
 
-    def __init__(self, request: RunnerRequest, launches: Launches):
-        self._launches, self._warm_up = launches, WarmUp(MetaRunner.build(request), request.num_drafts)
-
-    def all(self) -> Iterator[list[Variant]]:
-        """For each size of a step, the kernels that no earlier step launched. Steps of a first prompt come first."""
-        known = 0
-        for _ in self._warm_up.steps():
-            yield list(self._launches.variants.values())[known:]
-            known = len(self._launches.variants)
-
-    def step(self, rows: Rows) -> list[Variant]:
-        """All kernels of one step."""
-        self._launches.latest.clear()
-        self._warm_up.step(rows)
-        return list({variant.key: variant for variant in self._launches.latest}.values())
+    Args:
+        launches: of a `recorded_launches` that lasts until the last list; a `MetaRunner` runs the steps.
+    """
+    known = 0
+    for _ in WarmUp(MetaRunner.build(request), request.num_drafts).steps():
+        yield list(launches.variants.values())[known:]
+        known = len(launches.variants)
 
 
 def main() -> None:
-    """Reads a request on stdin, then shapes of steps; compiles their kernels, and writes events in JSON on stdout."""
+    """Reads a request and the number of workers on stdin, compiles kernels, and writes events in JSON on stdout."""
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
 
@@ -58,11 +49,9 @@ def main() -> None:
         stand_in: Any = SimpleNamespace(disable=lambda op, *_, **__: op)
         torch._dynamo = sys.modules["torch._dynamo"] = stand_in
     try:
-        runner = Connection(os.dup(0), writable=False)
-        request, workers = runner.recv()
+        request, workers = pickle.load(sys.stdin.buffer)
         with recorded_launches(request.gpu) as launches:
-            lists = KernelLists(request, launches)
             keys.join()  # forked processes inherit the digest of Triton's files
-            compile_variants(lists.all(), workers, tell, runner, lists.step)
+            compile_variants(kernel_lists(request, launches), workers, tell)
     except Exception as error:
         tell(problem=f"{type(error).__name__}: {error}"[:1000])

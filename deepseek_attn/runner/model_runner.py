@@ -208,8 +208,6 @@ class ModelRunner(StepRunner):
         check_options(batch, options)
         if options.mtp:
             self._need_drafter()
-        if self.compilation is not None and not self.compilation.ended:
-            self.compilation.step = [(n, sequence.num_computed + n) for sequence, n in batch]
         order = sorted(range(len(batch)), key=lambda i: batch[i][1] > self.decode_query_len)  # stable
         rows, lengths = [batch[i] for i in order], [batch[i][1] for i in order]
         plans = self._row_plans(rows, order, options)

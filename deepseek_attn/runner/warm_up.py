@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
@@ -16,6 +15,9 @@ from deepseek_attn.runner.graphs import length_bucket
 from deepseek_attn.runner.loaded import LoadedModel
 from deepseek_attn.runner.step import Rows
 from deepseek_attn.runner.trailing import TrailingRows
+
+QUESTION = 16
+"""Tokens of a short first prompt."""
 
 
 @dataclass
@@ -32,10 +34,8 @@ class WarmUp:
     num_drafts: int = 0
 
     def steps(self) -> Iterator[None]:
-        """Runs a step of each size, beginning with the steps of a first prompt and its answer; yields after each."""
-        decodes = [*self.decode_sizes(), *self.eager_decode_sizes()]
-        prefills = [*self.prefill_sizes(), *self.mixed_sizes()]
-        for size in chain(prefills[:1], decodes[:2], prefills[1:], decodes[2:]):
+        """Runs a step of each size; yields after each."""
+        for size in self.sizes():
             with self.runner.op_settings(), torch.inference_mode():  # not around a yield: they concern the process
                 if isinstance(size, StepSize):
                     self.decode(size)
@@ -43,17 +43,24 @@ class WarmUp:
                     self.prefill(size)
             yield
 
-    def step(self, rows: Rows) -> None:
-        """Runs a step of this shape as the runner would; a decode step both with drafts and without."""
-        runner, (query_lens, seq_lens) = self.runner, zip(*rows, strict=True)
-        with runner.op_settings(), torch.inference_mode():
-            if runner.graphs is None or not runner.graphs.supports(list(query_lens), runner.decode_query_len):
-                self.prefill(rows)
-                return
-            held = runner.graphs.size_for(list(query_lens), max(seq_lens))
-            for size in self.decode_sizes():
-                if (size.requests, size.max_len) == (held.requests, held.max_len):
-                    self.decode(size)
+    def sizes(self) -> list[StepSize | Rows]:
+        """Every size of a step, in the order in which first requests are likely to need their kernels.
+
+        The largest step of a prompt, decodes of one request, the steps after the first of a long prompt, a prompt as
+        long as a question, other whole prompts, and all the rest.
+        """
+        decodes = [*self.decode_sizes(), *self.eager_decode_sizes()]
+        alone = [size for size in decodes if (size.requests if isinstance(size, StepSize) else len(size)) == 1]
+        prefills = [*self.prefill_sizes(), *self.mixed_sizes()]
+        ((largest, _),) = prefills[0]
+
+        def later(rows: Rows) -> tuple[bool, bool, bool]:
+            (new, length), *others = rows
+            prompt = not others and new == length and not new & (new - 1)
+            return new < largest or bool(others), not prompt or new != QUESTION, not prompt
+
+        prefills.sort(key=later)
+        return [*prefills[:1], *alone, *prefills[1:], *(size for size in decodes if size not in alone)]
 
     def decode_sizes(self) -> list[StepSize]:
         """Every size of a decode step over persistent tensors."""

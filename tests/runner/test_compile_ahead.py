@@ -51,7 +51,7 @@ from deepseek_attn.runner.ahead.recording import (
     target_of,
 )
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
-from deepseek_attn.runner.kernel_list import KernelLists
+from deepseek_attn.runner.kernel_list import kernel_lists
 from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.support.small_models import two_layers
@@ -148,7 +148,7 @@ def test_no_step_launches_what_was_not_found(preset, num_drafts, facts):
 def test_what_is_compiled_is_what_a_launch_looks_up(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with recorded_launches(H200) as launches:
-        lists = KernelLists(request_of("tiny"), launches).all()
+        lists = kernel_lists(request_of("tiny"), launches)
         variant = next(variant for fresh in lists for variant in fresh if variant.name == "decode_rows_kernel")
     assert not variant.is_cached()
     with kernel_loads() as loads:
@@ -247,43 +247,26 @@ def test_a_compilation_ends_at_its_time_limit():
     assert sorted(events.all("done")) == ["a_kernel", "endless_kernel"]
 
 
-def test_kernels_are_compiled_once_in_the_order_of_their_lists():
-    """Nor is a runner waited for that is there and sends nothing."""
+def test_kernels_are_compiled_in_the_order_of_their_lists():
     events = Events.of("""
-        receive, send = Pipe(duplex=False)
-        lists = ["busy"], ["row_kernel", "attend_kernel"], ["topk_kernel", "row_kernel", "insert_tokens_kernel"], []
+        lists = ["busy"], ["row_kernel", "attend_kernel"], ["topk_kernel", "insert_tokens_kernel"], []
         busy = {"busy": [lambda: time.sleep(0.3)]}
-        compile_variants(([Stub(name, *busy.get(name, ())) for name in names] for names in lists), 1, tell, receive)
-        send.close()
+        compile_variants(([Stub(name, *busy.get(name, ())) for name in names] for names in lists), 1, tell)
     """)
     assert events.all("done") == ["busy", "row_kernel", "attend_kernel", "topk_kernel", "insert_tokens_kernel"]
 
 
-@pytest.mark.exhaustive
-def test_kernels_of_the_step_that_the_runner_computes_come_before_all():
-    """Those that wait already move to the front, once; later lists do not put them back."""
-    events = Events.of("""
-        receive, send = Pipe(duplex=False)
-        kernels = {1: ["late_kernel", "new_kernel"], 2: ["last_kernel", "busy"]}
-
-        def lists():
-            yield [Stub("busy", lambda: time.sleep(0.3))]
-            yield [Stub("first_kernel"), Stub("late_kernel"), Stub("last_kernel")]
-            send.send(1)
-            yield [Stub("other_kernel")]
-            send.send(2)
-            send.close()
-            yield [Stub("new_kernel"), Stub("late_kernel")]
-
-        compile_variants(lists(), 1, tell, receive, lambda step: [Stub(name) for name in kernels[step]])
-    """)
-    assert events.all("done") == [
-        "busy", "last_kernel", "late_kernel", "new_kernel", "first_kernel", "other_kernel",
-    ]  # fmt: skip
-    assert [(event["listed"], event["found"]) for event in events if "listed" in event] == [
-        (1, ["late_kernel", "new_kernel"]),
-        (2, ["last_kernel", "busy"]),
-    ]
+def test_kernels_of_first_requests_are_listed_before_others():
+    runner = MetaRunner.build(request_of("tiny", 2, RunnerSizes(300, 3, 100, 16), cuda_graphs=True))
+    warm_up = WarmUp(runner, 2)
+    sizes, decodes = warm_up.sizes(), warm_up.decode_sizes()
+    alone = [size for size in decodes if size.requests == 1]
+    longest = [[(100, length)] for length in (128, 256, 300)]
+    prompts = [[(tokens, tokens)] for tokens in (16, 64, 32, 8, 4, 2, 1)]
+    assert {(size.rows_per_request, size.num_drafts) for size in alone} >= {(1, 0), (3, 2)}
+    assert sizes[: 11 + len(alone)] == [[(100, 100)], *alone, *longest, *prompts]
+    others = [warm_up.prefill_sizes(), warm_up.mixed_sizes(), decodes, warm_up.eager_decode_sizes()]
+    assert sorted(map(str, sizes)) == sorted(str(size) for part in others for size in part)
 
 
 @pytest.mark.exhaustive
@@ -295,7 +278,7 @@ def test_a_process_with_threads_compiles_without_a_fork_of_its_own(tmp_path, mon
     forks = []
     os.register_at_fork(before=lambda: forks.append(os.getpid()))
     with recorded_launches(H200) as launches:
-        next(iter(KernelLists(request_of("tiny"), launches).all()))
+        next(iter(kernel_lists(request_of("tiny"), launches)))
     by_kind = {type(variant.source.fn): variant for variant in launches.variants.values()}
     variants = list(by_kind.values())
     assert len(variants) == 2  # of Triton and of Gluon
@@ -393,6 +376,7 @@ def told(match):
 
 KERNEL = """
 import json, sys, time
+assert sys.stdin.buffer.read()[0] == 0x80  # the request, pickled
 print(json.dumps({"found": ["kernel"], "running": ["kernel"]}), flush=True)
 time.sleep(%s)
 print(json.dumps({"done": ["kernel"]}), flush=True)
@@ -423,6 +407,7 @@ def test_a_patient_process_begins_when_a_kernel_is_missing(tmp_path, monkeypatch
 def test_a_launch_waits_for_a_kernel_that_is_being_compiled_and_for_no_other(tmp_path, monkeypatch):
     compilation = started(monkeypatch, tmp_path, KERNEL % 0.3)
     while "kernel" not in compilation.running:
+        assert not compilation.ended
         time.sleep(0.01)
     compilation.before_launch(Stub("other"))
     compilation.before_launch(Stub("cached", cached=True))
@@ -430,28 +415,6 @@ def test_a_launch_waits_for_a_kernel_that_is_being_compiled_and_for_no_other(tmp
     compilation.before_launch(Stub("kernel"))
     assert "kernel" in compilation.done
     compilation.wait()
-
-
-STEPS = """
-import json, os, pickle, sys, time
-from multiprocessing.connection import Connection
-runner = Connection(0, writable=False)
-runner.recv_bytes()  # the request, which needs torch
-step = runner.recv()
-print(json.dumps({"found": ["kernel"], "listed": 1}), flush=True)
-time.sleep(0.2)
-print(json.dumps({"done": ["kernel"], "failed": [repr(step)]}), flush=True)
-"""
-
-
-def test_a_launch_of_a_step_waits_for_the_kernels_of_that_step(tmp_path, monkeypatch):
-    with told(r"\[\(7, 9\)\]"):
-        compilation = started(monkeypatch, tmp_path, STEPS)
-        compilation.step = [(7, 9)]
-        compilation.before_launch(Stub("kernel"))
-        assert compilation.done == {"kernel"}
-        compilation.before_launch(Stub("not of the step"))
-        compilation.wait()
 
 
 def test_launches_wait_inside_of_a_runners_steps_only(tmp_path, monkeypatch):

@@ -324,7 +324,8 @@ def test_kernels_are_listed_ahead():
     """Those of single tokens, which fetch what they need, and of prompts, which count uses alone."""
     pytest.importorskip("triton", reason="the package triton is not installed")
     from deepseek_attn.runner.ahead.recording import recorded_launches
-    from deepseek_attn.runner.kernel_list import KernelLists
+    from deepseek_attn.runner.meta_runner import MetaRunner
+    from deepseek_attn.runner.warm_up import WarmUp
 
     config, gpu = ModelConfig.from_preset("tiny_gpu"), GPU((9, 0), 132)
     request = RunnerRequest.of(
@@ -332,9 +333,12 @@ def test_kernels_are_listed_ahead():
         attention=AttentionOptions(), sizes=RunnerSizes(300, 2, 100, 16), gpu=gpu, experts=ExpertMemory("host"),
     )  # fmt: skip
     with recorded_launches(gpu) as launches:
-        lists = KernelLists(request, launches)
+        warm_up = WarmUp(runner := MetaRunner.build(request))
         for rows in ([(1, 20)], [(90, 90)]):
-            found = [variant.name for variant in lists.step(rows)]
+            launches.latest.clear()
+            with runner.op_settings(), torch.inference_mode():
+                warm_up.prefill(rows)
+            found = [variant.name for variant in {variant.key: variant for variant in launches.latest}.values()]
             assert ("copy_experts_kernel" in found) == (rows[0][0] == 1)
             # two with and without copies ahead
             assert found.count("choose_rows_kernel") == (2 if rows[0][0] == 1 else 1)

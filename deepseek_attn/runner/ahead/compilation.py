@@ -8,27 +8,24 @@ import pickle
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 from tqdm.auto import tqdm
 
 from deepseek_attn.runner.ahead.request import RunnerRequest
-from deepseek_attn.utils.processes import Pipes
 
 if TYPE_CHECKING:
     from deepseek_attn.runner.ahead.recording import Variant
 
-LISTER = "deepseek_attn.runner.kernel_list"
-"""Main module of the process of a `Compilation`; it builds a runner, so it is imported in that process alone."""
 # without garbage collection: it takes a tenth of the process' short life, and forks copy the pages that it writes
-START = f"import gc, sys; gc.disable(); sys.path[:] = sys.argv[1:]; import {LISTER} as lister; lister.main()"
+START = """import gc, sys; gc.disable(); sys.path[:] = sys.argv[1:]
+from deepseek_attn.runner.kernel_list import main; main()"""
 SHOWN = 3
 """Failed kernels that a message names."""
 PATIENCE = 10.0
@@ -53,7 +50,6 @@ class Compilation:
         failed: errors of kernels that could not be compiled; each begins with a kernel's name.
         problem: why kernels could not be listed; empty otherwise.
         ended: no further kernel will be compiled.
-        step: shape of the step that the runner is computing; its kernels are compiled before others if one is missing.
         begun: a file in Triton's cache that exists once a process has begun to compile the kernels of this request.
     """
 
@@ -68,14 +64,9 @@ class Compilation:
         self.done: set[str] = set()
         self.failed: list[str] = []
         self.problem, self.ended, self._closed, self._changed = "", False, False, threading.Condition()
-        self._request, self._marker = pickle.dumps((request, workers or default_workers())), request.marker()
+        self._request, self._marker = (request, workers or default_workers()), request.marker()
         self.begun = self._marker.with_suffix(".begun")
         self._process: subprocess.Popen[bytes] | None = None
-        self.step: list[tuple[int, int]] | None = None
-        self._wanted: list[tuple[int, int]] | None = None
-        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
-        self._asked = self._listed = 0  # steps whose kernels were requested, and were listed
-        self._of_step: set[str] = set()  # keys of the kernels of the step listed last
         self._timer = threading.Timer(PATIENCE, self.begin)
         self._timer.daemon = True
         if patient and self.begun.exists():
@@ -92,34 +83,23 @@ class Compilation:
             self.begun.parent.mkdir(parents=True, exist_ok=True)
             self.begun.touch()
             path = [*sys.path, str(Path(__file__).parents[3])]  # an editable installation may be on no path
-            self._process = process = subprocess.Popen(
-                [sys.executable, "-c", START, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, start_new_session=True,  # a session of its own gets no Ctrl-C
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        self._messages.put(self._request)
-        threading.Thread(target=self._write, args=(Pipes.of(process).stdin,), daemon=True).start()
+            with tempfile.TemporaryFile() as request:  # a pipe would have to be written while the process starts
+                pickle.dump(self._request, request)
+                request.seek(0)
+                self._process = process = subprocess.Popen(
+                    [sys.executable, "-c", START, *path], stdin=request, stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL, start_new_session=True,  # a session of its own gets no Ctrl-C
+                    env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                )  # fmt: skip
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
 
     def before_launch(self, variant: Variant) -> None:
-        """Blocks until this kernel and the other kernels of its `step` are compiled, if the process lists it there.
-
-        A launch outside of steps waits while its kernel is being compiled. Any other kernel is compiled by the launch.
-        """
+        """Blocks while a process compiles this kernel. The launch compiles a kernel that no process has begun."""
         if self.ended or variant.is_cached():  # an earlier process may have ended before all kernels were compiled
             return
         self.begin()
-        if self.step is not None and self.step != self._wanted:
-            self._wanted, self._asked = self.step, self._asked + 1
-            self._messages.put(pickle.dumps(self.step))
-        asked = 0 if self.step is None else self._asked
-
-        def settled() -> bool:
-            waiting = variant.key in self.running or (asked and variant.key in self._of_step - self.done)
-            return self.ended or (self._listed >= asked and not waiting)
-
         with self._changed:
-            self._changed.wait_for(settled)
+            self._changed.wait_for(lambda: self.ended or variant.key not in self.running)
 
     def wait(self, progress: bool = False) -> None:
         """Blocks until nothing more will be compiled; with ``progress``, shows a bar on a terminal."""
@@ -144,16 +124,6 @@ class Compilation:
             else:
                 self._process.kill()
 
-    def _write(self, stdin: IO[bytes]) -> None:
-        """Sends messages in their order; the process may read the first one late."""
-        with (
-            suppress(OSError),
-            stdin as pipe,
-            Connection(os.dup(pipe.fileno()), readable=False) as process,
-        ):
-            while (message := self._messages.get()) is not None:
-                process.send_bytes(message)
-
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         """Takes in the events of the process, to its end."""
         for line in self._lines(process):
@@ -164,11 +134,8 @@ class Compilation:
                 self.done.update(event.get("done", ()))
                 self.running -= self.done
                 self.failed += event.get("failed", ())
-                if "listed" in event:
-                    self._listed, self._of_step = event["listed"], set(event["found"])
                 self.problem = event.get("problem", "")
                 self._changed.notify_all()
-        self._messages.put(None)
         code = process.wait()
         complete = not code and self.found <= self.done
         if not (complete or self._closed or self.problem):
@@ -186,7 +153,7 @@ class Compilation:
     def _lines(self, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
         """Lines that the process writes, until it ends; a process that hangs is killed."""
         rest = b""
-        with Pipes.of(process).stdout as pipe:
+        with cast("IO[bytes]", process.stdout) as pipe:
             while select.select([pipe], [], [], SILENT_SECONDS)[0]:
                 if not (data := os.read(pipe.fileno(), 1 << 16)):
                     return

@@ -9,7 +9,6 @@ import hashlib
 import importlib
 import inspect
 import pkgutil
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -110,9 +109,8 @@ def prepare_keys() -> threading.Thread:
 def device_functions() -> list[JITCallable]:
     """All functions of our kernels that Triton compiles."""
     package = importlib.import_module("deepseek_attn.kernels")
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)
-    modules = [module for name, module in sys.modules.items() if name.startswith(package.__name__)]
+    names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    modules = [importlib.import_module(name) for name in names]
     functions = [value for module in modules for value in vars(module).values() if isinstance(value, JITCallable)]
     return [function for function in functions if function.__module__.startswith(package.__name__)]
 
