@@ -50,7 +50,7 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.estimates.machines import MACHINES
 from deepseek_attn.estimates.ranks import RankLayout, RankModel
 from deepseek_attn.kernels.collectives import all_reduce
-from deepseek_attn.kernels.linear.formats import FP4_GROUP
+from deepseek_attn.kernels.common.quant import FP4_GROUP
 from deepseek_attn.lab.bench.engine import DecodingVariant, SetAcceptance, time_engine
 from deepseek_attn.lab.bench.layer import fill_caches, reserved_sequences
 from deepseek_attn.lab.bench.model import decode_step

@@ -10,6 +10,7 @@ from torch import Tensor
 from deepseek_attn.cache.record import Record, as_bytes
 from deepseek_attn.cache.records import make_kv_record
 from deepseek_attn.kernels.common.quant import (
+    NVFP4_GROUP,
     dequantize_fp8,
     dequantize_nvfp4,
     encode_e8m0,
@@ -17,7 +18,7 @@ from deepseek_attn.kernels.common.quant import (
     quantize_nvfp4,
 )
 
-FP8_GROUP, FP4_GROUP = 32, 16  # channels that share a scale
+FP8_GROUP = 32  # channels that share a scale
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,20 @@ class Fp4V41Record(Record):
     name = "fp4_v41"
 
     def __post_init__(self):
-        if self.dim < FP4_GROUP or self.dim % FP4_GROUP:
-            raise ValueError(f"fp4_v41 needs a dim that is a positive multiple of {FP4_GROUP}, got {self.dim}")
+        if self.dim < NVFP4_GROUP or self.dim % NVFP4_GROUP:
+            raise ValueError(f"fp4_v41 needs a dim that is a positive multiple of {NVFP4_GROUP}, got {self.dim}")
 
     @property
     def row_bytes(self) -> tuple[int, ...]:
-        return (self.dim // 2, self.dim // FP4_GROUP)
+        return (self.dim // 2, self.dim // NVFP4_GROUP)
 
     def encode(self, rows: Tensor) -> tuple[Tensor, ...]:
-        packed, scale = quantize_nvfp4(rows.to(torch.bfloat16), FP4_GROUP)
+        packed, scale = quantize_nvfp4(rows.to(torch.bfloat16))
         return packed, as_bytes(scale)
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         scale = parts[1].contiguous().view(torch.float8_e4m3fn)
-        return dequantize_nvfp4(parts[0], scale, FP4_GROUP).to(torch.bfloat16).to(dtype)
+        return dequantize_nvfp4(parts[0], scale).to(torch.bfloat16).to(dtype)
 
 
 def make_v41_records(kind: str, nope_dim: int, rope_dim: int, dtype: torch.dtype) -> tuple[Record, Record]:

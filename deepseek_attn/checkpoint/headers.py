@@ -16,8 +16,8 @@ from deepseek_attn.checkpoint.selection import DRAFTER_MARK, OTHER_RANK, UNKNOWN
 from deepseek_attn.checkpoint.source import FP4_DTYPES, TensorInfo, shortened
 from deepseek_attn.checkpoint.stored_weights import scale_name
 from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.kernels.common.quant import FP4_GROUP
 from deepseek_attn.kernels.engram.types import SCALE_GROUP
-from deepseek_attn.kernels.linear.formats import FP4_GROUP
 from deepseek_attn.layers.weights import SlotKind, WeightSlot
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")

@@ -21,9 +21,8 @@ from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.config.v41 import DeepseekV41Config
-from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4, quantize_fp8, quantize_fp8_block
+from deepseek_attn.kernels.common.quant import FP4_GROUP, encode_e8m0, quantize_fp4, quantize_fp8, quantize_fp8_block
 from deepseek_attn.kernels.engram.types import SCALE_GROUP
-from deepseek_attn.kernels.linear.formats import FP4_GROUP
 from deepseek_attn.utils.device import total_memory
 
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from deepseek_attn.checkpoint.source import FP4_DTYPES, CheckpointSource, TensorInfo
-from deepseek_attn.kernels.common.quant import decode_e8m0, encode_e8m0
+from deepseek_attn.kernels.common.quant import FP4_GROUP, decode_e8m0, encode_e8m0
 from deepseek_attn.kernels.engram import TableRows
-from deepseek_attn.kernels.linear.formats import FP4_GROUP, dequantize_weight
+from deepseek_attn.kernels.linear.formats import dequantize_weight
 from deepseek_attn.layers.weights import Shard, check_finite
 
 

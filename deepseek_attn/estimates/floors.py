@@ -25,8 +25,8 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.trailing import layer_reach
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
+from deepseek_attn.kernels.common.quant import FP4_GROUP
 from deepseek_attn.kernels.engram.types import SCALE_GROUP
-from deepseek_attn.kernels.linear.formats import FP4_GROUP
 
 Tensors = tuple[tuple[str, Recipe], ...]
 ATTENTION, EXPERTS, NORMS, ROUTING, HEAD = "attention", "experts", "hyper-connections and norms", "routing", "head"

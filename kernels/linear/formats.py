@@ -18,7 +18,6 @@ from deepseek_attn.kernels.common.quant import (
 UNQUANTIZED = InputFormat()
 """Inputs of products as they are."""
 FP8_BLOCK = (128, 128)  # rows and columns of an FP8 weight that share a scale; V4.1: 32
-FP4_GROUP = 32  # input channels of an FP4 weight row that share a scale
 FP8_INPUT_GROUP = 128  # input channels of a token that share a scale
 FP8_GROUPS = (FP8_INPUT_GROUP, 32)  # groups that Triton's kernels support
 
@@ -56,7 +55,7 @@ def dequantize_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
     if scale is None:
         return weight.float()
     if weight.dtype == torch.uint8:
-        return dequantize_fp4(weight, decode_e8m0(scale), FP4_GROUP)
+        return dequantize_fp4(weight, decode_e8m0(scale))
     small = tuple(scale.shape) == tuple(-(-size // 32) for size in weight.shape)
     return dequantize_fp8_block(weight, scale, (32, 32) if small else FP8_BLOCK)
 
