@@ -272,7 +272,7 @@ class LayerCall:
     queries: int
     heads: int
     width: int
-    record: str = ""
+    record: str
 
 
 @condition
@@ -298,9 +298,9 @@ LIBRARY = Table(
         Row(ROWS, "FlashMLA", source="h100_tune_v4_pro.json: attention.library"),
         Row(V32 & HEADS_128 & above("queries", 1), "FlashMLA", source=V32_OPS),
         Row(V32 & HEADS_64 & above("queries", 7), "FlashMLA", source=V32_OPS),
-        Row(V32 & ~COMPILED & above("queries", 31), "FlashMLA", source=V32_OPS),
-        Row(~V32 & HEADS_128 & WINDOW_OR_MANY & above("queries", 8), "FlashMLA", source=DECODE),
-        Row(~V32 & HEADS_128 & above("queries", 32), "FlashMLA", source=DECODE),
+        Row(V32 & above("queries", 31), "FlashMLA", source=V32_OPS),
+        Row(HEADS_128 & WINDOW_OR_MANY & above("queries", 8), "FlashMLA", source=DECODE),
+        Row(HEADS_128 & above("queries", 32), "FlashMLA", source=DECODE),
         Row(ANY, "attend_kernel", source=DECODE),
     ],
 )

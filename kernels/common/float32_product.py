@@ -46,7 +46,10 @@ def float32_product(
         grouped_rows: number of rows from which on a program adds up one or more groups of splits.
     """
     (T, K), N = x.shape, len(weight)
-    problem = Float32ProductProblem(T, K, batch_invariant(), N, x.dtype, weight.dtype, split, grouped_rows)
+    problem = Float32ProductProblem(
+        T, K, batch_invariant(), columns=N, dtype=x.dtype, weight_dtype=weight.dtype, split=split,
+        grouped_rows=grouped_rows,
+    )  # fmt: skip
     made = plan(problem, gpu(x.device))
     sums = torch.empty(made.partials, T, N + squares, dtype=torch.float32, device=x.device)
     results = PartialSums(sums, made.added_first)

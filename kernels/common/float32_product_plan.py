@@ -26,7 +26,7 @@ GROUPED_ROWS = 512  # rows from which a program computes whole groups, in a prod
 ENOUGH_TILES = 100  # of a bfloat16 weight, for programs that compute four groups
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Float32ProductProblem(RowsProblem):
     """``x [rows, channels]`` times a weight ``[columns, channels]``.
 
@@ -37,11 +37,11 @@ class Float32ProductProblem(RowsProblem):
         grouped_rows: rows from which a program adds up groups of splits.
     """
 
-    columns: int = 1
-    dtype: torch.dtype = torch.float32
-    weight_dtype: torch.dtype = torch.float32
-    split: int = 64
-    grouped_rows: int = GROUPED_ROWS
+    columns: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    split: int
+    grouped_rows: int
 
     @property
     def grouped(self) -> bool:

@@ -87,6 +87,8 @@ def up_to(field: str, value: float) -> Condition[Any]:
 
 
 HOPPER: Condition[Any] = Condition("hopper", lambda problem, gpu: gpu.hopper)
+DATACENTER: Condition[Any] = Condition("datacenter", lambda problem, gpu: gpu.capability[0] in (9, 10))
+"""227 KiB of shared memory, wide tensor cores and early launches, which other generations lack."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,11 @@ class RowsProblem:
         return self.rows * self.channels
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelRows(RowsProblem):
     """Rows of a launch of the given ``kernel``, or of a launch that prepares the input of that kernel."""
 
-    kernel: str = ""
+    kernel: str
 
 
 class LaunchBlock(NamedTuple):

@@ -62,7 +62,7 @@ def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
 
 
 def _problem(streams: Tensor, update: bool = False) -> StreamsProblem:
-    return StreamsProblem(len(streams), streams.shape[2], batch_invariant(), update)
+    return StreamsProblem(len(streams), streams.shape[2], batch_invariant(), update=update)
 
 
 def _update(streams: Tensor | SublayerOutput) -> StreamUpdate:

@@ -27,11 +27,11 @@ SPLIT = 256  # channels of the flattened streams per partial sum of a `float32_p
 MANY_TOKENS = 1024  # tokens from which the product and the collapse work on many at a time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamsProblem(RowsProblem):
     """Streams of ``rows`` tokens between two sublayers; ``update``: an output updates them first."""
 
-    update: bool = False
+    update: bool
 
 
 @dataclass(frozen=True)

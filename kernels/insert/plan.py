@@ -13,7 +13,6 @@ from deepseek_attn.kernels.common.plans import (
     Row,
     Table,
     cdiv,
-    condition,
     has,
     next_power_of_2,
     one_kernel,
@@ -132,12 +131,6 @@ FEW_TOKENS = up_to("tokens", 256)
 """Few enough that starting early pays: programs that wait take the place of others that could run."""
 
 
-@condition
-def keys_and_kept_rings(problem: InsertProblem, gpu: GPU) -> bool:
-    """Keys are written as well, and ring rows can be stored while windows are pooled."""
-    return problem.keys and not problem.reuses_ring_rows
-
-
 def whole_windows(problem: InsertProblem, gpu: GPU) -> PoolTiles:
     """A program loads all tokens of a window at once."""
     return PoolTiles(POOL_WARPS, 1, next_power_of_2(problem.pooled_tokens))
@@ -151,7 +144,8 @@ LATENTS_DATA = "h100_tune_v32.json: insert.insert_latents"
 
 WINDOWS = Table(
     "insert.windows",
-    {"insert_tokens_kernel": keys_and_kept_rings, "compress_kernel": ANY},
+    # ring rows can be stored while windows are pooled
+    {"insert_tokens_kernel": has("keys") & ~has("reuses_ring_rows"), "compress_kernel": ANY},
     [
         Row(SHORT_WINDOWS, "insert_tokens_kernel", whole_windows, "h200_tune_v4_pro.json: insert.windows"),
         Row(ANY, "insert_tokens_kernel", SHARED_WINDOWS),

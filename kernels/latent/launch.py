@@ -88,7 +88,8 @@ def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | No
 
 
 def _problem(x: Tensor, weight: LatentWeight, quantize: bool = False) -> LatentProblem:
-    return LatentProblem(len(x), weight.shape[1], batch_invariant(), x.dtype, weight.scale is not None, quantize)
+    fp8 = weight.scale is not None
+    return LatentProblem(len(x), weight.shape[1], batch_invariant(), dtype=x.dtype, fp8_weight=fp8, quantize=quantize)
 
 
 def dequantize_weight(weight: LatentWeight, dtype: torch.dtype, plan: LatentPlan) -> Tensor:

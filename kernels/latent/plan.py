@@ -10,13 +10,14 @@ import torch
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
+    DATACENTER,
     NOT_MEASURED,
     Choice,
     LaunchBlock,
     Row,
     RowsProblem,
     Table,
-    condition,
+    equals,
     has,
     next_power_of_2,
     planner,
@@ -29,7 +30,7 @@ MAX_NOPE = 256
 """Channels without rotation that a program of `absorb_queries_kernel` multiplies at once."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LatentProblem(RowsProblem):
     """Products of heads with a half of ``kv_b_proj``, into the latent space or out of it.
 
@@ -40,9 +41,9 @@ class LatentProblem(RowsProblem):
         quantize: the values are also wanted as FP8, if that needs no further launch.
     """
 
-    dtype: torch.dtype = torch.bfloat16
-    fp8_weight: bool = False
-    quantize: bool = False
+    dtype: torch.dtype
+    fp8_weight: bool
+    quantize: bool
 
 
 class AbsorbTiles(NamedTuple):
@@ -96,61 +97,37 @@ class LatentPlan:
     row_tiles: bool
 
 
-@condition
-def half_precision(problem: LatentProblem, gpu: GPU) -> bool:
-    """Tensor cores multiply the input exactly; float32 they would round to TF32."""
-    return problem.dtype in (torch.bfloat16, torch.float16)
+HALF_PRECISION = equals("dtype", torch.bfloat16) | equals("dtype", torch.float16)
+"""Tensor cores multiply the input exactly; float32 they would round to TF32."""
+ONE_LAUNCH = up_to("rows", 64) | (has("fp8_weight") & up_to("rows", 128)) | has("batch_invariant")
+"""So few tokens that a launch that reads the weight once per 64 tokens is faster than cuBLAS.
 
+On an H200 with 128 heads, blocks of 64 tokens took 17.7 us at 128 tokens and cuBLAS 16.0 us, with a weight of 17 MB in
+bf16; to write that from FP8 for cuBLAS moves 25 MB more.
+"""
+QUANTIZE = has("quantize") & equals("channels", FP8_INPUT_GROUP)
+"""The values are wanted as FP8, and a head is one group of channels."""
+MEASURED_QUERIES = "h100_tune_v32.json: latent.absorb_queries"
+MEASURED_VALUES = "h100_tune_v32.json: latent.project_values"
 
-@condition
-def small_m(problem: LatentProblem, gpu: GPU) -> bool:
-    """So few tokens that a launch that reads the weight once per 64 tokens is faster than cuBLAS.
-
-    On an H200 with 128 heads, blocks of 64 tokens took 17.7 us at 128 tokens and cuBLAS 16.0 us, with a weight of 17 MB
-    in bf16; to write that from FP8 for cuBLAS moves 25 MB more.
-    """
-    return problem.rows <= (128 if problem.fp8_weight else 64)
-
-
-@condition
-def quantize(problem: LatentProblem, gpu: GPU) -> bool:
-    """The values are wanted as FP8, and a head is one group of channels."""
-    return problem.quantize and problem.channels == FP8_INPUT_GROUP
-
-
-@condition
-def registers_hold_weights(problem: LatentProblem, gpu: GPU) -> bool:
-    """An earlier launch can be overlapped, and shared memory takes a head's weights on their way to a product.
-
-    Compute capability 8.x has no early launches; 12.0 has 99 KiB of shared memory.
-    """
-    return gpu.capability[0] in (9, 10)
-
-
-one_launch = small_m | has("batch_invariant")
 # a tile of an FP8 weight has one scale; the launch with the indexer's heads needs four warps
 ABSORB = Table(
     "latent.absorb_queries",
-    {"absorb_queries_kernel": half_precision & up_to("channels", MAX_NOPE), "cuBLAS": ANY},
+    {"absorb_queries_kernel": HALF_PRECISION & up_to("channels", MAX_NOPE), "cuBLAS": ANY},
     [
-        Row(
-            one_launch,
-            "absorb_queries_kernel",
-            AbsorbTiles(WEIGHT_BLOCK, 1, 4),
-            "h100_tune_v32.json: latent.absorb_queries",
-        ),
-        Row(ANY, "cuBLAS", source="h100_tune_v32.json: latent.absorb_queries"),
+        Row(ONE_LAUNCH, "absorb_queries_kernel", AbsorbTiles(WEIGHT_BLOCK, 1, 4), MEASURED_QUERIES),
+        Row(ANY, "cuBLAS", source=MEASURED_QUERIES),
     ],
 )
-MEASURED_VALUES = "h100_tune_v32.json: latent.project_values"
 VALUES = Table(
     "latent.project_values",
-    {"project_values_kernel": half_precision, "cuBLAS": ANY},
-    # the registers limit the weights in flight; one tile of 512 latent channels takes as long as four of 128
+    {"project_values_kernel": HALF_PRECISION, "cuBLAS": ANY},
+    # The registers limit the weights in flight; one tile of 512 latent channels takes as long as four of 128. On other
+    # GPUs no earlier launch can be overlapped (8.x), or a head's weights do not fit (12.0).
     [
-        Row(one_launch & quantize & ~registers_hold_weights, "project_values_kernel", ValueTiles(128, 128, 0, 8, 2)),
-        Row(one_launch & quantize, "project_values_kernel", ValueTiles(128, 128, 4, 8), MEASURED_VALUES),
-        Row(one_launch, "project_values_kernel", ValueTiles(64, 128, 4, 4), MEASURED_VALUES),
+        Row(ONE_LAUNCH & QUANTIZE & ~DATACENTER, "project_values_kernel", ValueTiles(128, 128, 0, 8, 2)),
+        Row(ONE_LAUNCH & QUANTIZE, "project_values_kernel", ValueTiles(128, 128, 4, 8), MEASURED_VALUES),
+        Row(ONE_LAUNCH, "project_values_kernel", ValueTiles(64, 128, 4, 4), MEASURED_VALUES),
         Row(ANY, "cuBLAS", source=MEASURED_VALUES),
     ],
 )
@@ -173,6 +150,6 @@ def plan_values(problem: LatentProblem, gpu: GPU) -> LatentPlan:
 def _plan(product: Choice, rotation: Choice | None, problem: LatentProblem, gpu: GPU) -> LatentPlan:
     if product.kernel != "cuBLAS":
         tokens = min(64, max(8, next_power_of_2(problem.planned_rows)))
-        return LatentPlan(product, tokens, None, None, quantize(problem, gpu), False)
+        return LatentPlan(product, tokens, None, None, QUANTIZE(problem, gpu), False)
     dequantize = DEQUANTIZATION if problem.fp8_weight else None
     return LatentPlan(product, 1, dequantize, rotation, False, problem.batch_invariant)

@@ -25,6 +25,8 @@ from deepseek_attn.kernels.common.plans import (
     at_least,
     cdiv,
     condition,
+    equals,
+    has,
     next_power_of_2,
     one_kernel,
     planner,
@@ -165,22 +167,14 @@ def large_for_cublas(problem: LinearProblem, gpu: GPU) -> bool:
     return 4 + max(latency, N * K / 4.2e6, work / rate) < max(N * K / 3e6, work / ours)
 
 
-@condition
-def quantizes_output(problem: LinearProblem, gpu: GPU) -> bool:
-    """Also writes FP8, for which a warpgroup needs 128 rows; up to 32 tokens, tiles of 64 rows gain more."""
-    return problem.quantize_output and problem.planned_tokens > 32 and problem.group == FP8_INPUT_GROUP
-
-
-@condition
-def blocks_of_32(problem: LinearProblem, gpu: GPU) -> bool:
-    """FP8 inputs, and weights, with a scale for 32 channels."""
-    return problem.group != FP8_INPUT_GROUP
-
-
 hopper_products = fp8_on_hopper & quantized_beside_plain
 decode_products = fp8_on_hopper & decodes_fp8
 UP_TO_8, UP_TO_32 = up_to("planned_tokens", 8), up_to("planned_tokens", 32)
 """The time is that of reading the weights."""
+BLOCKS_OF_32 = equals("group", 32)
+"""FP8 inputs, and weights, with a scale for 32 channels."""
+QUANTIZES_OUTPUT = has("quantize_output") & ~UP_TO_32 & ~BLOCKS_OF_32
+"""Also writes FP8, for which a warpgroup needs 128 rows; up to 32 tokens, tiles of 64 rows gain more."""
 LONG_JOBS = at_least("weight_values", 1 << 26)
 """FP8 weights of 64 MiB or more."""
 FEW_CHANNELS = up_to("channels", 1024)
@@ -239,7 +233,7 @@ def _hopper_rows(problem: LinearProblem, gpu: GPU) -> int:
     Blocks of 32 take four products each: adding up three partials of 128 rows takes less time than twice the blocks.
     """
     tiles = cdiv(problem.planned_tokens, _token_tile(problem, 16, 128)) * cdiv(problem.rows, 128)
-    enough = 4 * tiles >= gpu.multiprocessors if blocks_of_32(problem, gpu) else tiles >= gpu.multiprocessors
+    enough = 4 * tiles >= gpu.multiprocessors if BLOCKS_OF_32(problem, gpu) else tiles >= gpu.multiprocessors
     return 128 if problem.plain_rows or enough else 64
 
 
@@ -356,9 +350,9 @@ PRODUCTS: Table[LinearProblem] = Table(
         Row(streams_weights & fills_gpu & (LONG_JOBS | FEW_CHANNELS), DECODE, half_ring, DECODE_DATA),
         Row(streams_weights & ~fills_gpu & fills_gpu_with_halves, DECODE, ring_of_half_tiles, DECODE_DATA),
         Row(streams_weights & ~fills_gpu & ~fills_gpu_with_halves, DECODE, half_ring, DECODE_DATA),
-        Row(quantizes_output, HOPPER, tiles_of_scaled_output, LAYERS),
+        Row(QUANTIZES_OUTPUT, HOPPER, tiles_of_scaled_output, LAYERS),
         Row(~UP_TO_8, HOPPER, tiles_at_once, LAYERS),
-        Row(blocks_of_32, HOPPER, tiles_at_once, "h200_v41_linears.json: rows"),
+        Row(BLOCKS_OF_32, HOPPER, tiles_at_once, "h200_v41_linears.json: rows"),
         Row(WIDE & UP_TO_32, TRITON, tiles_of_all_channels, "h200_wide_linears.json: rows"),
         Row(WIDE_PLAIN & UP_TO_32, TRITON, tiles_read_early, TUNED),
         Row(UP_TO_8, TRITON, tiles_read_early, "h200_layer_linears.json: rows"),
@@ -477,7 +471,7 @@ def _product(problem: LinearProblem, places: tuple[int, ...], gpu: GPU) -> Produ
     if kernel == DECODE and (blocks % config.stage_blocks or cdiv(blocks, splits) % config.stage_blocks):
         raise ValueError(f"stages of {config.stage_blocks} blocks do not divide {blocks} blocks in {splits} splits")
     if kernel == HOPPER:  # 128 rows share a scale
-        quantizes = quantizes_output(problem, gpu) and config.warpgroup_rows == 128
+        quantizes = QUANTIZES_OUTPUT(problem, gpu) and config.warpgroup_rows == 128
     else:
         quantizes = kernel == DECODE and problem.quantize_output and config.rows == 128
     fp8, plain = replace(fp8, SPLITS=splits), replace(plain, SPLITS=plain_splits)

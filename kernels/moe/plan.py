@@ -12,6 +12,7 @@ import torch
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
+    DATACENTER,
     KernelRows,
     LaunchBlock,
     Row,
@@ -80,12 +81,6 @@ def _scaled_inputs(problem: ExpertsProblem, gpu: GPU) -> bool:
     return expert_factors(problem, gpu).scaled
 
 
-@condition
-def _wide_gpu(problem: ExpertsProblem, gpu: GPU) -> bool:
-    """227 KiB of shared memory and wide tensor cores, which other generations lack."""
-    return gpu.capability[0] in (9, 10)
-
-
 FP4 = equals("weights", "fp4")
 HOPPER, PORTABLE = "experts_hopper_kernel", "grouped_product_kernel"
 _V41 = "h200_tune_v41_flash.json"
@@ -110,9 +105,9 @@ PRODUCTS = Table(
         Row(FP4, HOPPER, HopperExpertTiles((32, 64, 96, 128, 160, 192), 64, 6), _TILES_CHANGE),
         Row(at_least("load", 64), HOPPER, HopperExpertTiles((32, 64, 96, 128, 160, 192), 64, 6), _FP8_LOADS),
         Row(_float32_factors, PORTABLE, ExpertTiles(16, 64, 64, 4, 2)),
-        Row(~_wide_gpu & up_to("load", 12), PORTABLE, ExpertTiles(16, 64, 128, 4, 2)),
-        Row(~_wide_gpu & up_to("load", 24), PORTABLE, ExpertTiles(32, 64, 128, 4, 2)),
-        Row(~_wide_gpu, PORTABLE, ExpertTiles(64, 128, 64, 8, 2)),
+        Row(~DATACENTER & up_to("load", 12), PORTABLE, ExpertTiles(16, 64, 128, 4, 2)),
+        Row(~DATACENTER & up_to("load", 24), PORTABLE, ExpertTiles(32, 64, 128, 4, 2)),
+        Row(~DATACENTER, PORTABLE, ExpertTiles(64, 128, 64, 8, 2)),
         Row(FP4 & up_to("load", 6) & up_to("pairs", 8) & has("whole_quads"), PORTABLE, ExpertTiles(8, 64, 512, 4, 2)),
         Row(FP4 & up_to("load", 6), PORTABLE, ExpertTiles(8, 64, 256, 4, 4), f"{_V41}: moe.products"),
         Row(FP4 & up_to("load", 24), PORTABLE, ExpertTiles(16, 64, 256, 4, 3)),

@@ -42,7 +42,8 @@ def dequantize(ops, device):
     """`dequantize_weight` of the implementation under test."""
     if ops is reference:
         return reference.dequantize_weight
-    plan = plan_absorb(LatentProblem(4096, 128, fp8_weight=True), gpu(device))
+    problem = LatentProblem(4096, 128, dtype=torch.bfloat16, fp8_weight=True, quantize=False)
+    plan = plan_absorb(problem, gpu(device))
     return lambda weight, dtype: ops.dequantize_weight(weight, dtype, plan)
 
 
