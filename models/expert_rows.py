@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.moe import ExpertStack
-from deepseek_attn.kernels.moe.types import expert_parts
+from deepseek_attn.kernels.moe.types import ExpertStack, expert_parts
 from deepseek_attn.utils.sizes import largest
 
 HOST_AREAS = 2  # for the layer that computes, and for the next one's copies

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.moe import ExpertSlots, ExpertStack
+from deepseek_attn.kernels.moe.types import ExpertSlots, ExpertStack
 from deepseek_attn.layers.expert_files import ExpertReaders, StoredPair, count_uses
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.models.expert_rows import FILE_AREAS, DividedRows, RowRange, Stacks, divide_rows

@@ -17,12 +17,12 @@ from deepseek_attn.kernels.moe import (
     UNGROUPED,
     ExpertGroups,
     ExpertRange,
-    ExpertStack,
     HashRouting,
     moe_experts,
     moe_route,
     swiglu,
 )
+from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack
 from deepseek_attn.layers.expert_memory import DISK, RESIDENT, ExpertMemory
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
@@ -209,13 +209,13 @@ class Experts(CheckpointModule):
         options = self.limit, self.weigh_output, self.w1.input_format, add, self.count, add_ready
         if self.memory.kind == DISK and self.rows is None:
             with self._cached_stacks(experts) as stacks:
-                return moe_experts(x, experts, weights, *stacks, *options)
+                return moe_experts(ExpertsCall(x, experts, weights, *stacks, *options))
         if self.rows is None:
-            return moe_experts(x, experts, weights, *self.stacks(), *options)
+            return moe_experts(ExpertsCall(x, experts, weights, *self.stacks(), *options))
         slots = self.rows.find(experts)
         if hidden is not None and self.rows.look_ahead(hidden, experts):
             slots = slots._replace(beside_copies=True)
-        out = moe_experts(x, experts, weights, *self.rows.stacks, *options, slots=slots)
+        out = moe_experts(ExpertsCall(x, experts, weights, *self.rows.stacks, *options, slots))
         self.rows.release()
         return out
 

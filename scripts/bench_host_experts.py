@@ -48,8 +48,8 @@ from deepseek_attn.cli.plan_facts import PlanFacts
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, Row, forced_row
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.moe import ExpertStack, fetch_experts, moe_experts, plan
-from deepseek_attn.kernels.moe.types import expert_parts
+from deepseek_attn.kernels.moe import fetch_experts, moe_experts, plan
+from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack, expert_parts
 from deepseek_attn.lab.bench.layer import reserved_sequences
 from deepseek_attn.layers.weights import parameter
 from deepseek_attn.models.expert_rows import Stacks
@@ -142,8 +142,8 @@ def compile_kernels(config: Any, tokens: list[int]) -> None:
             ids, weights = torch.empty(T, k, dtype=torch.int64, device=meta), torch.empty(T, k, device=meta)
             x = torch.empty(T, D, dtype=torch.bfloat16, device=meta)
             found, options = layer.find(ids), (config.swiglu_limit, False, InputFormat(True))
-            moe_experts(x, ids, weights, *layer.stacks, *options, slots=found)
-            moe_experts(x, ids, weights, *stacks, *options)
+            moe_experts(ExpertsCall(x, ids, weights, *layer.stacks, *options, slots=found))
+            moe_experts(ExpertsCall(x, ids, weights, *stacks, *options))
         variants = list(launches.variants.values())
     compile_all(variants, max(1, (os.cpu_count() or 2) - 2), lambda **event: None)
 
@@ -220,13 +220,14 @@ class Bench:
             def on(
                 stacks: Stacks, x: Tensor = x, drawn: Any = drawn, weights: Any = weights, o: Any = options
             ) -> Tensor:
-                return torch.stack([moe_experts(x, ids, weights, *stacks, *o) for ids in drawn])
+                return torch.stack([moe_experts(ExpertsCall(x, ids, weights, *stacks, *o)) for ids in drawn])
 
             def copied(x: Tensor = x, drawn: Any = drawn, weights: Any = weights, o: Any = options) -> None:
                 for ids in drawn:
                     for held in (state.row, state.owner):
                         held.fill_(-1)
-                    moe_experts(x, ids, weights, *state.device, *o, slots=fetch_experts(state, ids))
+                    found = fetch_experts(state, ids)
+                    moe_experts(ExpertsCall(x, ids, weights, *state.device, *o, slots=found))
 
             seconds = {
                 "in GPU memory": self.timed(lambda: on(resident), 5), "copied first": self.timed(copied, 5),
@@ -427,7 +428,8 @@ class Bench:
             rows.begin(ids[0, :, 0], ids.shape[2])
             for number, layer in enumerate(rows.layers):
                 found = layer.find(ids[number])
-                moe_experts(x, ids[number], weights, *layer.stacks, limit, False, InputFormat(True), slots=found)
+                options = limit, False, InputFormat(True)
+                moe_experts(ExpertsCall(x, ids[number], weights, *layer.stacks, *options, slots=found))
                 layer.release()
             rows.end()
 

@@ -33,7 +33,7 @@ from deepseek_attn import ModelConfig
 from deepseek_attn.cli.info import environment
 from deepseek_attn.cli.options import numbers
 from deepseek_attn.kernels.moe import reference
-from deepseek_attn.kernels.moe.types import ExpertStack
+from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack
 from deepseek_attn.lab.bench.cases.case import OpCase
 from deepseek_attn.lab.bench.cases.moe import experts_case
 from deepseek_attn.lab.bench.timing import captured
@@ -202,7 +202,7 @@ def output_error(
     x, experts, weights = inputs
     some = [0, -1] if len(x) > 1 else [0]
     rows = zip(x[some].float().split(1), experts[some].split(1), weights[some].split(1), strict=True)
-    exact = torch.cat([reference.moe_experts(*row, *stacks, limit) for row in rows])
+    exact = torch.cat([reference.moe_experts(ExpertsCall(*row, *stacks, limit)) for row in rows])
     return round(float((outputs[some].float() - exact).norm() / exact.norm()), 5)
 
 

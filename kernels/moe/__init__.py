@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
-from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear import FP8_GROUPS
-from deepseek_attn.kernels.linear.formats import UNQUANTIZED
 from deepseek_attn.kernels.moe.types import (
     UNGROUPED,
     ExpertGroups,
     ExpertRange,
+    ExpertsCall,
     ExpertSlots,
-    ExpertStack,
     HashRouting,
     HostExperts,
 )
@@ -64,38 +62,8 @@ def moe_route(
     return ops.moe_route(x, weight, topk, score, factor, normalize, bias, groups, hashed, own)
 
 
-def moe_experts(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    w1: ExpertStack,
-    w3: ExpertStack,
-    w2: ExpertStack,
-    limit: float,
-    weigh_output: bool = False,
-    input_format: InputFormat = UNQUANTIZED,
-    add: Tensor | None = None,
-    num_routed: int | None = None,
-    add_ready: torch.cuda.Event | None = None,
-    slots: ExpertSlots | None = None,
-) -> Tensor:
+def moe_experts(call: ExpertsCall) -> Tensor:
     """Weighted sum of ``w2(swiglu(w1 x, w3 x))`` over the experts of each token.
-
-    Args:
-        x: ``[T, D]`` float32, bfloat16 or float16.
-        experts: ids ``[T, k]`` in 0 .. E - 1, or -1 for an expert of another rank, which contributes 0.
-        weights: float32 ``[T, k]``.
-        w1, w3: stacks of ``[E, I, D]``; w2: of ``[E, D, I]``. All have one format.
-        limit: clamp of `swiglu`, 0 for none.
-        weigh_output: weights multiply the outputs of ``w2`` (DeepSeek-V3) instead of its inputs (V4). The two differ
-            by rounding.
-        input_format: how products with quantised weights read their input, per token. Groups of neither 128 nor 32
-            channels are computed in plain torch.
-        add: ``[T, D]``, added to the sum before it is rounded.
-        num_routed: experts that the router chooses from, including other ranks' experts; default: E. For speed only.
-        add_ready: event of another stream that completes ``add``: only the sum waits for it. CUDA only.
-        slots: the row of the stacks that holds each expert; the stacks then need not have E rows. None: expert e is in
-            row e. The result is the same to the bit.
 
     Returns:
         Float32 ``[T, D]``; with ``add``, in the dtype of x. A token's experts add up in the order of their ids, so the
@@ -111,10 +79,8 @@ def moe_experts(
         number of tokens is large enough for this to be faster. Such a sum may move an intermediate result to the next
         FP8 value: outputs differ from results of exact sums by 0.4 to 0.6 % of the norm (H200).
     """
-    ops = triton_ops if runs_triton(x) and input_format.group in FP8_GROUPS else torch_ops
-    return ops.moe_experts(
-        x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, num_routed, add_ready, slots
-    )
+    ops = triton_ops if runs_triton(call.x) and call.input_format.group in FP8_GROUPS else torch_ops
+    return ops.moe_experts(call)
 
 
 def fetch_experts(

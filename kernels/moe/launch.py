@@ -17,7 +17,6 @@ from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.plans import Choice, RowsProblem, cdiv, launch_options, next_power_of_2
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
-from deepseek_attn.kernels.linear.formats import UNQUANTIZED
 from deepseek_attn.kernels.moe.cache_triton import (
     CacheState,
     choose_ahead_kernel,
@@ -47,8 +46,8 @@ from deepseek_attn.kernels.moe.types import (
     CopiedParts,
     ExpertGroups,
     ExpertRange,
+    ExpertsCall,
     ExpertSlots,
-    ExpertsPass,
     ExpertStack,
     HashRouting,
     HostExperts,
@@ -90,60 +89,51 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     return out
 
 
-def moe_experts(
-    x: Tensor, experts: Tensor, weights: Tensor, w1: ExpertStack, w3: ExpertStack, w2: ExpertStack, limit: float,
-    weigh_output: bool = False, input_format: InputFormat = UNQUANTIZED, add: Tensor | None = None,
-    num_routed: int | None = None, add_ready: torch.cuda.Event | None = None, slots: ExpertSlots | None = None,
-) -> Tensor:  # fmt: skip
+def moe_experts(call: ExpertsCall) -> Tensor:
     """See `kernels.moe.moe_experts`."""
-    call = ExpertsPass(
-        x, experts, weights, w1, w3, w2, float(limit), weigh_output, input_format, add, add_ready, slots, out=x
-    )
-    check_experts(x, experts, weights, (w1, w3, w2), input_format, add, slots)
-    add = None if add is None else contiguous_rows(add)
+    check_experts(call)
+    x, experts, weights = contiguous_rows(call.x), call.experts.contiguous(), call.weights.contiguous()
+    add = None if call.add is None else contiguous_rows(call.add)
     out = torch.empty(x.shape, dtype=torch.float32 if add is None else x.dtype, device=x.device)
-    x = contiguous_rows(x)
-    experts, weights = experts.contiguous(), weights.contiguous()
     for start in range(0, len(x), PASS_TOKENS):
         part = slice(start, start + PASS_TOKENS)
-        added = None if add is None else add[part]
-        arguments = call._replace(x=x[part], experts=experts[part], weights=weights[part], add=added, out=out[part])
-        launch(plan_experts(ExpertsProblem.of(arguments, num_routed), gpu(x.device)), arguments)
+        one_pass = call._replace(x=x[part], experts=experts[part], weights=weights[part], limit=float(call.limit))
+        if add is not None:
+            one_pass = one_pass._replace(add=add[part])
+        launch(plan_experts(ExpertsProblem.of(one_pass), gpu(x.device)), one_pass, out[part])
     return out
 
 
-def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
-    """One pass: the outputs of all pairs, then their weighted sum over each token, to ``arguments.out``."""
-    pair_outputs = (launch_hopper if plan.hopper else launch_grouped)(plan, arguments)
-    add, out = arguments.add, arguments.out
-    if arguments.add_ready is not None:
-        arguments.add_ready.wait()
-    (T, D), topk = out.shape, arguments.experts.shape[1]
-    block = plan.combine.config.size
-    add_stride = 0 if add is None else add.stride(0)
+def launch(plan: ExpertsPlan, call: ExpertsCall, out: Tensor) -> None:
+    """One pass: the outputs of all pairs, then their weighted sum over each token, to ``out [T, D]``."""
+    pair_outputs = (launch_hopper if plan.hopper else launch_grouped)(plan, call)
+    if call.add_ready is not None:
+        call.add_ready.wait()
+    (T, D), topk, block = out.shape, call.experts.shape[1], plan.combine.config.size
+    add_stride = 0 if call.add is None else call.add.stride(0)
     moe_combine_kernel[(T, cdiv(D, block))](
-        CombinedPairs(pair_outputs, arguments.experts, arguments.weights, add, out, add_stride),
+        CombinedPairs(pair_outputs, call.experts, call.weights, call.add, out, add_stride),
         D=D,
         TOPK=topk,
-        WEIGH=arguments.weigh_output,
+        WEIGH=call.weigh_output,
         BLOCK=block,
         **plan.combine.options,
     )
 
 
-def launch_grouped(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
+def launch_grouped(plan: ExpertsPlan, call: ExpertsCall) -> Tensor:
     """Outputs of all pairs ``[T * k, D]`` by `grouped_product_kernel`, without their weights if ``weigh_output``."""
-    x, pairs = arguments.x, arguments.experts.numel()
-    routing = PairRouting(arguments.experts, arguments.weights, None, None, arguments.rows)
+    x, pairs = call.x, call.experts.numel()
+    routing = PairRouting(call.experts, call.weights, None, None, call.rows)
     if plan.grouping.kernel == "place_pairs_kernel":
-        routing = group_pairs(routing, arguments.num_experts, plan.product.config.pairs, plan.grouping)
-    hidden, outputs = x.new_empty(pairs, arguments.w1.weight.shape[1]), x.new_empty(pairs, x.shape[1])
-    inputs = _product_input(plan.inputs, plan, x, arguments.input_format)
-    arguments.wait_for("gates_ready")
-    _product(plan, arguments, inputs, True, routing, hidden)
-    inputs = _product_input(plan.hidden, plan, hidden, arguments.input_format)
-    arguments.wait_for("outputs_ready")
-    _product(plan, arguments, inputs, False, routing, outputs)
+        routing = group_pairs(routing, call.num_experts, plan.product.config.pairs, plan.grouping)
+    hidden, outputs = x.new_empty(pairs, call.w1.weight.shape[1]), x.new_empty(pairs, x.shape[1])
+    inputs = _product_input(plan.inputs, plan, x, call.input_format)
+    call.wait_for("gates_ready")
+    _product(plan, call, inputs, True, routing, hidden)
+    inputs = _product_input(plan.hidden, plan, hidden, call.input_format)
+    call.wait_for("outputs_ready")
+    _product(plan, call, inputs, False, routing, outputs)
     return outputs
 
 
@@ -186,11 +176,11 @@ def _product_input(choice: Choice | None, plan: ExpertsPlan, x: Tensor, input_fo
 
 
 def _product(
-    plan: ExpertsPlan, arguments: ExpertsPass, x: ProductInput, gated: bool, routing: PairRouting, out: Tensor
+    plan: ExpertsPlan, call: ExpertsCall, x: ProductInput, gated: bool, routing: PairRouting, out: Tensor
 ) -> None:
     """Launches ``out[pair] = swiglu(w1 x, w3 x)`` of the pair's expert and token, or ``w2 x`` of the pair's row."""
     (pairs, N), tiles, factors = out.shape, plan.product.config, plan.factors
-    topk = arguments.experts.shape[1] if gated else 1
+    topk = call.experts.shape[1] if gated else 1
 
     def pointers(stack: ExpertStack) -> StackPointers:
         return StackPointers(fp8_view(stack.weight) if factors.weights == "fp8" else stack.weight, stack.scale)
@@ -198,16 +188,16 @@ def _product(
     grouped = routing.tile_row is not None
     grouped_product_kernel[(cdiv(2 * N if gated else N, tiles.rows), len(routing.tile_row) if grouped else pairs)](
         x,
-        pointers(arguments.w1 if gated else arguments.w2),
-        pointers(arguments.w3) if gated else None,
+        pointers(call.w1 if gated else call.w2),
+        pointers(call.w3) if gated else None,
         out,
         routing,
         pairs,
-        arguments.limit,
+        call.limit,
         PRODUCT=GroupedProduct(
-            *(N, x.data.shape[1], topk, factors.weights, gated, arguments.limit > 0),
-            WEIGH=gated and not arguments.weigh_output,
-            FP8_GROUP=arguments.input_format.group,
+            *(N, x.data.shape[1], topk, factors.weights, gated, call.limit > 0),
+            WEIGH=gated and not call.weigh_output,
+            FP8_GROUP=call.input_format.group,
             DTYPE=TRITON_DTYPES[factors.dtype],
             SLOTS=0 if grouped else next_power_of_2(pairs),
             TILES=tiles,

@@ -25,7 +25,7 @@ from deepseek_attn.kernels.moe.rows_triton import (
     prepare_decode_rows_kernel,
     prepare_rows_kernel,
 )
-from deepseek_attn.kernels.moe.types import ExpertsPass, ExpertStack
+from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack
 
 _tiled = TensorDescriptor.from_tensor  # (tensor, tile, layout in shared memory): TMA loads the tiles
 _INPUT = gl.NVMMASharedLayout(128, 8, 2)
@@ -33,25 +33,25 @@ _BYTES = gl.NVMMASharedLayout(0, 8, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
 
 
-def launch_hopper(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
+def launch_hopper(plan: ExpertsPlan, call: ExpertsCall) -> Tensor:
     """Outputs of all pairs ``[T * k, D]`` in the dtype of x, without the weights of the pairs if ``weigh_output``."""
-    x, w1, w3, w2 = arguments.x, arguments.w1, arguments.w3, arguments.w2
+    x, w1, w3, w2 = call.x, call.w1, call.w3, call.w2
     first, second = plan.hopper
-    rows, inputs = route_rows(plan, arguments)
+    rows, inputs = route_rows(plan, call)
     hidden = torch.empty(len(rows.pair), w1.weight.shape[1], dtype=x.dtype, device=x.device)
-    outputs = torch.empty(arguments.experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
-    row_weights = None if arguments.weigh_output else rows.weight
-    arguments.wait_for("gates_ready")
-    _product(first, inputs, (w1, w3), rows, ExpertOutput(hidden, rows.pair, row_weights, arguments.limit or None))
-    inputs = _prepared(plan.hidden, hidden, None, rows, arguments)
-    arguments.wait_for("outputs_ready")
+    outputs = torch.empty(call.experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+    row_weights = None if call.weigh_output else rows.weight
+    call.wait_for("gates_ready")
+    _product(first, inputs, (w1, w3), rows, ExpertOutput(hidden, rows.pair, row_weights, call.limit or None))
+    inputs = _prepared(plan.hidden, hidden, None, rows, call)
+    call.wait_for("outputs_ready")
     _product(second, inputs, (w2,), rows, ExpertOutput(outputs, rows.pair, None, None))
     return outputs
 
 
-def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, QuantizedRows]:
+def route_rows(plan: ExpertsPlan, call: ExpertsCall) -> tuple[PairRows, QuantizedRows]:
     """Rows of the pairs in order of expert, and the tokens of these rows; there is room for any routing."""
-    x, experts, count = arguments.x, arguments.experts, arguments.num_experts
+    x, experts, count = call.x, call.experts, call.num_experts
     sizes, (pairs, topk) = plan.product.config.sizes, (experts.numel(), experts.shape[1])
     used = min(pairs, count)
     num_rows = (pairs + 15 * used + 15) // 16 * 16  # an expert's rows start at a multiple of 16
@@ -61,7 +61,7 @@ def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, Qua
     )
     weight = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     rows = PairRows(pair, row, weight, tiles.view(3, capacity), num_tiles)
-    routing = RowRouting(experts, arguments.weights, arguments.rows)
+    routing = RowRouting(experts, call.weights, call.rows)
     block, warps = plan.grouping.config
     options = {"TILE": sizes[-1], "GRANULE": sizes[0]} | launch_options(warps, True)
     if plan.inputs is None:
@@ -70,7 +70,7 @@ def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, Qua
         tokens = QuantizedTokens(x, inputs.values, inputs.scale, x.stride(0), num_rows)
         prepare_decode_rows_kernel[(T, K // block)](
             tokens, routing, rows, pairs, capacity, K=K, TOPK=topk, BLOCK=block,
-            POW2=arguments.input_format.pow2_scales, SLOTS=max(16, next_power_of_2(pairs)), **options,
+            POW2=call.input_format.pow2_scales, SLOTS=max(16, next_power_of_2(pairs)), **options,
         )  # fmt: skip
         return rows, inputs
     chunks, constants = cdiv(pairs, CHUNK), {"E": count, "CHUNK": CHUNK}
@@ -79,10 +79,10 @@ def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, Qua
     place_rows_kernel[(cdiv(pairs, block),)](
         routing, counts, rows, pairs, capacity, chunks, **constants, BLOCK=block, **options
     )
-    return rows, _prepared(plan.inputs, x, experts, rows, arguments)
+    return rows, _prepared(plan.inputs, x, experts, rows, call)
 
 
-def _prepared(choice: Any, x: Tensor, experts: Tensor | None, rows: PairRows, arguments: ExpertsPass) -> QuantizedRows:
+def _prepared(choice: Any, x: Tensor, experts: Tensor | None, rows: PairRows, call: ExpertsCall) -> QuantizedRows:
     """Routed rows of the tokens x, quantised; without ``experts``, x has the routed rows."""
     count, K = x.shape
     inputs = empty_quantized_rows(len(rows.pair), K, x.device)
@@ -94,7 +94,7 @@ def _prepared(choice: Any, x: Tensor, experts: Tensor | None, rows: PairRows, ar
         K=K,
         TOPK=0 if experts is None else experts.shape[1],
         BLOCK=block,
-        POW2=arguments.input_format.pow2_scales,
+        POW2=call.input_format.pow2_scales,
         **launch_options(warps, True),
     )
     return inputs

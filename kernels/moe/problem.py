@@ -10,7 +10,7 @@ import torch
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import Choice
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.moe.types import ExpertsPass
+from deepseek_attn.kernels.moe.types import ExpertsCall
 
 INVARIANT_LOAD = 48  # rows of an expert that batch-invariant launches are planned for: tiles of 64 pairs
 QUAD = 4  # blocks of 128 channels whose FP4 scales `experts_hopper_kernel` loads at once, 16 bytes of a weight row
@@ -48,15 +48,15 @@ class ExpertsProblem:
     second_beside_copies: bool = False
 
     @classmethod
-    def of(cls, arguments: ExpertsPass, num_routed: int | None) -> ExpertsProblem:
-        """The problem of these arguments; ``num_routed`` as in `moe_experts`."""
-        x, experts, _, w1, w3, w2, *_ = arguments
-        (tokens, topk), stacks, slots = experts.shape, (w1, w3, w2), arguments.slots
+    def of(cls, call: ExpertsCall) -> ExpertsProblem:
+        """The problem of these arguments."""
+        x, experts, _, w1, w3, w2, *_ = call
+        (tokens, topk), stacks, slots = experts.shape, (w1, w3, w2), call.slots
         # threads read the scales of FP8 stacks, TMA everything else
         loaded = [part for stack in stacks for part in stack[: 2 if w1.format == "fp4" else 1] if part is not None]
         return cls(
-            tokens, topk, num_routed or arguments.num_experts, x.shape[1], w1.weight.shape[1], x.dtype, w1.format,
-            arguments.input_format, all(stack.exponent is not None for stack in stacks),
+            tokens, topk, call.num_routed or call.num_experts, x.shape[1], w1.weight.shape[1], x.dtype, w1.format,
+            call.input_format, all(stack.exponent is not None for stack in stacks),
             all(part.data_ptr() % 16 == 0 for part in loaded), batch_invariant(),
             slots is not None, slots is not None and slots.outputs_ready is not None,
             slots is not None and slots.beside_copies,

@@ -14,11 +14,12 @@ from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import constant
 from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.linear.formats import UNQUANTIZED, dequantize_weight, quantized_input
+from deepseek_attn.kernels.linear.formats import dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.types import (
     UNGROUPED,
     ExpertGroups,
     ExpertRange,
+    ExpertsCall,
     ExpertSlots,
     ExpertStack,
     HashRouting,
@@ -99,28 +100,15 @@ def expert_linear(x: Tensor, stack: ExpertStack, expert: int, input_format: Inpu
     return F.linear(quantized_input(x, input_format), dense).to(x.dtype)
 
 
-def moe_experts(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    w1: ExpertStack,
-    w3: ExpertStack,
-    w2: ExpertStack,
-    limit: float,
-    weigh_output: bool = False,
-    input_format: InputFormat = UNQUANTIZED,
-    add: Tensor | None = None,
-    num_routed: int | None = None,
-    add_ready: torch.cuda.Event | None = None,
-    slots: ExpertSlots | None = None,
-) -> Tensor:
+def moe_experts(call: ExpertsCall) -> Tensor:
     """See `deepseek_attn.kernels.moe.moe_experts`."""
-    check_experts(x, experts, weights, (w1, w3, w2), input_format, add, slots)
+    check_experts(call)
+    x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, _, add_ready, slots = call
     for ready in () if slots is None else (slots.gates_ready, slots.outputs_ready):
         if ready is not None:
             ready.wait()
     if recording() and slots is None:
-        out = _of_one_token(x, experts, weights, (w1, w3, w2), limit, weigh_output, input_format)
+        out = _of_one_token(call)
         return out if add is None else (out + add).to(x.dtype)
     row_of = None if slots is None else slots.rows.tolist()
 
@@ -142,23 +130,16 @@ def moe_experts(
     if len(x) == 1 or (w1.scale is None and experts.numel() <= ROW_TILE):
         out = _row_by_row(x, experts, weights, run)
     else:
-        out = _in_tiles(x, experts, weights, len(w1.weight) if slots is None else len(slots.rows), run)
+        out = _in_tiles(x, experts, weights, call.num_experts, run)
     if add_ready is not None:
         add_ready.wait()
     return out if add is None else (out + add).to(x.dtype)
 
 
-def _of_one_token(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    stacks: Sequence[ExpertStack],
-    limit: float,
-    weigh_output: bool,
-    input_format: InputFormat,
-) -> Tensor:
+def _of_one_token(call: ExpertsCall) -> Tensor:
     """`_row_by_row` of one token for a tape: values are read for the products alone."""
-    (w1, w3, w2), weight = stacks, weights.t()
+    x, experts, _, w1, w3, w2, limit, weigh_output, input_format, *_ = call
+    weight = call.weights.t()
 
     def project(rows: Sequence[Tensor], stack: ExpertStack) -> Tensor:
         outs = x.new_empty(experts.shape[1], stack.weight.shape[1])
@@ -377,26 +358,19 @@ def check_route(
         check("the token ids of hash routing", hashed.token_ids, (len(x),), rows=True)
 
 
-def check_experts(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    stacks: Sequence[ExpertStack],
-    input_format: InputFormat,
-    add: Tensor | None,
-    slots: ExpertSlots | None,
-) -> None:
+def check_experts(call: ExpertsCall) -> None:
     """Raises ValueError: arguments of `moe_experts` that do not fit."""
-    check("rows of slots", None if slots is None else slots.rows, ("E",), torch.int32, contiguous=True)
+    x, experts, stacks = call.x, call.experts, (call.w1, call.w3, call.w2)
+    check("rows of slots", call.rows, ("E",), torch.int32, contiguous=True)
     check("x", x, ("T", "D"), FLOATS)
     check("experts", experts, (len(x), "k"), INTS)
-    check("weights", weights, experts.shape, torch.float32)
-    check("add", add, x.shape)
+    check("weights", call.weights, experts.shape, torch.float32)
+    check("add", call.add, x.shape)
     if not isinstance(stacks[0].weight, Tensor):
         return  # experts that are read from files one by one: loading has compared their shapes with the config's
     E, inner, _ = stacks[0].weight.shape
     for stack, rows in zip(stacks, (inner, inner, x.shape[1]), strict=True):
-        _check_stack(stack, E, rows, x, input_format.group)
+        _check_stack(stack, E, rows, x, call.input_format.group)
     formats = [stack.format for stack in stacks]
     widths = [stack.weight.shape[2] * (2 if stack.format == "fp4" else 1) for stack in stacks]
     if len(set(formats)) > 1 or widths != [x.shape[1], x.shape[1], inner]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.quant import InputFormat
+from deepseek_attn.kernels.linear.formats import UNQUANTIZED
 
 
 class ExpertGroups(NamedTuple):
@@ -168,11 +169,24 @@ def copied_parts(host: Sequence[ExpertStack], device: Sequence[ExpertStack]) -> 
     return CopiedParts(torch.tensor(rows, dtype=torch.int64, device=where), units, aligned)
 
 
-class ExpertsPass(NamedTuple):
-    """Arguments of one pass of `moe_experts`; rows of ``x`` and ``add`` have contiguous channels.
+class ExpertsCall(NamedTuple):
+    """Arguments of `moe_experts`.
 
     Attributes:
-        out: contiguous ``[T, D]``, the sum. All other attributes: arguments of `moe_experts`.
+        x: ``[T, D]`` float32, bfloat16 or float16.
+        experts: ids ``[T, k]`` in 0 .. E - 1, or -1 for an expert of another rank, which contributes 0.
+        weights: float32 ``[T, k]``.
+        w1, w3: stacks of ``[E, I, D]``; w2: of ``[E, D, I]``. All have one format.
+        limit: clamp of `swiglu`, 0 for none.
+        weigh_output: weights multiply the outputs of ``w2`` (DeepSeek-V3) instead of its inputs (V4). The two differ
+            by rounding.
+        input_format: how products with quantised weights read their input, per token. Groups of neither 128 nor 32
+            channels are computed in plain torch.
+        add: ``[T, D]``, added to the sum before it is rounded.
+        num_routed: experts that the router chooses from, including other ranks' experts; default: E. For speed only.
+        add_ready: event of another stream that completes ``add``: only the sum waits for it. CUDA only.
+        slots: the row of the stacks that holds each expert; the stacks then need not have E rows. None: expert e is in
+            row e. The result is the same to the bit.
     """
 
     x: Tensor
@@ -182,12 +196,12 @@ class ExpertsPass(NamedTuple):
     w3: ExpertStack
     w2: ExpertStack
     limit: float
-    weigh_output: bool
-    input_format: InputFormat
-    add: Tensor | None
-    add_ready: torch.cuda.Event | None
-    slots: ExpertSlots | None
-    out: Tensor
+    weigh_output: bool = False
+    input_format: InputFormat = UNQUANTIZED
+    add: Tensor | None = None
+    num_routed: int | None = None
+    add_ready: torch.cuda.Event | None = None
+    slots: ExpertSlots | None = None
 
     @property
     def rows(self) -> Tensor | None:

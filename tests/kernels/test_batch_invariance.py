@@ -26,6 +26,7 @@ from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedInd
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, launch as latent
 from deepseek_attn.kernels.linear import Segment, launch as linear
 from deepseek_attn.kernels.moe import launch as moe
+from deepseek_attn.kernels.moe.types import ExpertsCall
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import CAPABILITIES
 from tests.kernels.hyper_connection.test_hyper_connection import make as make_streams
@@ -103,7 +104,7 @@ def streams(T: int) -> None:
 
 def routed_experts(T: int, weight_format: str) -> None:
     case = make_case(T, 512, 256, 32, 6, weight_format, BF16, "meta")
-    moe.moe_experts(case.x, case.experts, case.weights, case.w1, case.w3, case.w2, 10.0, False, FP8_INPUT)
+    moe.moe_experts(ExpertsCall(*case, 10.0, False, FP8_INPUT))
 
 
 OPS: dict[str, Callable[[int], object]] = {

@@ -17,7 +17,8 @@ from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.hyper_connection import DelayedInput, SublayerOutput
 from deepseek_attn.kernels.hyper_connection.types import DelayedOutput
-from deepseek_attn.kernels.moe import ExpertStack, fetch_experts, moe_experts, prefetch_experts
+from deepseek_attn.kernels.moe import fetch_experts, moe_experts, prefetch_experts
+from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack
 from deepseek_attn.layers.expert_memory import ExpertMemory
 from deepseek_attn.models import host_experts
 from deepseek_attn.models.expert_rows import ExpertFormat, cached_experts
@@ -391,7 +392,7 @@ def test_layers_in_one_graph(device, T):
         rows.begin(experts[0, :, 0], 3)
         outputs = []
         for ids, layer in zip(experts, rows.layers, strict=True):
-            outputs.append(moe_experts(x, ids, weights, *layer.stacks, 4.0, slots=layer.find(ids)))
+            outputs.append(moe_experts(ExpertsCall(x, ids, weights, *layer.stacks, 4.0, slots=layer.find(ids))))
             layer.release()
         rows.end()
         return outputs
@@ -403,7 +404,8 @@ def test_layers_in_one_graph(device, T):
         outputs = compute()
     for _ in range(10):
         experts.copy_(torch.rand(5, T, 9, device=device).topk(3).indices)
-        expected = [moe_experts(x, ids, weights, *case[3:], 4.0) for ids, case in zip(experts, cases, strict=True)]
+        calls = [ExpertsCall(x, ids, weights, *case[3:], 4.0) for ids, case in zip(experts, cases, strict=True)]
+        expected = list(map(moe_experts, calls))
         graph.replay()
         assert all(map(torch.equal, outputs, expected))
         assert all(map(torch.equal, compute(), expected))

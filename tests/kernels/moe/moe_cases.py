@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepseek_attn.kernels.moe import ExpertStack
+from deepseek_attn.kernels.moe.types import ExpertStack
 
 FORMATS = ("fp4", "fp8", "plain")
 

@@ -11,7 +11,8 @@ import torch
 from deepseek_attn.kernels.common.device import GPU, gpu as gpu_of
 from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
 from deepseek_attn.kernels.common.quant import E2M1, ROW_SPAN, InputFormat
-from deepseek_attn.kernels.moe import ExpertStack, plan, reference
+from deepseek_attn.kernels.moe import plan, reference
+from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack
 from tests.kernels.moe.moe_cases import Case, make_case
 from tests.support.tiers import tiered
 
@@ -23,7 +24,6 @@ from deepseek_attn.kernels.common import fp4_hopper
 from deepseek_attn.kernels.moe import experts_hopper, experts_hopper_weights, launch as moe, launch_hopper
 from deepseek_attn.kernels.moe.plan import HOPPER, PRODUCTS
 from deepseek_attn.kernels.moe.problem import ExpertsProblem, HopperExpertTiles
-from deepseek_attn.kernels.moe.types import ExpertsPass
 from tests.kernels.compiled_launches import compiled_ops, ptxas_report
 from tests.support.typed import required
 
@@ -93,12 +93,12 @@ def test_scales_of_a_group_in_four_blocks():
 # --- what is launched ---
 
 
-def pass_of(case: Case, input_format=FP8_INPUT):
-    return ExpertsPass(*case, 4.0, False, input_format, None, None, None, torch.empty_like(case.x))
+def call_of(case: Case, input_format=FP8_INPUT):
+    return ExpertsCall(*case, 4.0, False, input_format)
 
 
 def problem_of(case, input_format=FP8_INPUT):
-    return ExpertsProblem.of(pass_of(case, input_format), None)
+    return ExpertsProblem.of(call_of(case, input_format))
 
 
 def taking(config):
@@ -160,7 +160,7 @@ def test_tiles_are_possible():
 def launches(fmt, config, tokens=100, hidden=1024, inner=512):
     case = make_case(tokens, hidden, inner, 32, 6, fmt, BF16, "meta")
     with taking(config):
-        return compiled_ops("sm90", lambda: moe.moe_experts(*case, 10.0, fmt == "fp8", FP8_INPUT))
+        return compiled_ops("sm90", lambda: moe.moe_experts(ExpertsCall(*case, 10.0, fmt == "fp8", FP8_INPUT)))
 
 
 def name_of(config):
@@ -249,7 +249,7 @@ def test_rows_of_pairs(gpu, tokens):
     case.experts[: tokens // 3, 0] = 4
     with taking(HopperExpertTiles((16, 32, 64), 64)):
         made = plan.plan_experts(problem_of(case), gpu_of(case.x.device))
-    rows, quantized = launch_hopper.route_rows(made, pass_of(case))
+    rows, quantized = launch_hopper.route_rows(made, call_of(case))
     tiles = rows.tiles[:, : int(rows.num_tiles)].T.tolist()
     chosen, start, expected = case.experts.flatten(), 0, []
     for expert in range(9):
@@ -287,14 +287,14 @@ def test_any_routing(gpu, fmt, inner, config):
     case.experts[9, 1] = -1
     case.experts[case.experts == 5] = 6
     weigh = fmt == "fp8"
-    expected = reference.moe_experts(*case, 4.0, weigh, FP8_INPUT)
+    expected = reference.moe_experts(ExpertsCall(*case, 4.0, weigh, FP8_INPUT))
     with taking(config):
-        together = moe.moe_experts(*case, 4.0, weigh, FP8_INPUT)
+        together = moe.moe_experts(ExpertsCall(*case, 4.0, weigh, FP8_INPUT))
     assert relative(together, expected) <= LIMIT
     assert not together[7].any()
     for part in (slice(1), slice(3), slice(5, 22), slice(20, 117), slice(299, 300)):
         with taking(config):
-            assert torch.equal(moe.moe_experts(*case.of(part), 4.0, weigh, FP8_INPUT), together[part])
+            assert torch.equal(moe.moe_experts(ExpertsCall(*case.of(part), 4.0, weigh, FP8_INPUT)), together[part])
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -303,10 +303,10 @@ def test_the_same_bits_and_a_nan_in_one_token(gpu, fmt, inner, config):
     """Thousands of jobs: a stage that is overwritten too early shows in few of them."""
     case = make_case(400, 4096, inner, 6, 3, fmt)
     with taking(config):
-        first = moe.moe_experts(*case, 4.0, False, FP8_INPUT)
-        assert all(torch.equal(moe.moe_experts(*case, 4.0, False, FP8_INPUT), first) for _ in range(50))
+        first = moe.moe_experts(ExpertsCall(*case, 4.0, False, FP8_INPUT))
+        assert all(torch.equal(moe.moe_experts(ExpertsCall(*case, 4.0, False, FP8_INPUT)), first) for _ in range(50))
         case.x[5, 17] = float("nan")
-        out, kept = moe.moe_experts(*case, 4.0, False, FP8_INPUT), torch.arange(400) != 5
+        out, kept = moe.moe_experts(ExpertsCall(*case, 4.0, False, FP8_INPUT)), torch.arange(400) != 5
     assert out[5].isnan().all()
     assert torch.equal(out[kept], first[kept])
 
@@ -317,5 +317,5 @@ def test_scales_far_apart_take_another_kernel(gpu):
     scale[:, :, 3] = 104
     case = case._replace(w1=ExpertStack(case.w1.weight, scale))
     assert PRODUCTS.choose(problem_of(case), gpu_of(case.x.device)).kernel != HOPPER
-    got, expected = (op(*case, 4.0, False, FP8_INPUT) for op in (moe.moe_experts, reference.moe_experts))
+    got, expected = (op(ExpertsCall(*case, 4.0, False, FP8_INPUT)) for op in (moe.moe_experts, reference.moe_experts))
     assert relative(got, expected) <= 4e-3  # products in bfloat16

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.moe import ExpertSlots, ExpertStack, HostExperts, reference
-from deepseek_attn.kernels.moe.types import copied_parts, expert_parts
+from deepseek_attn.kernels.moe import ExpertSlots, HostExperts, reference
+from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack, copied_parts, expert_parts
 from tests.kernels.moe.moe_cases import FORMATS, make_case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -194,10 +194,10 @@ def test_the_reference_reads_rows(fmt, T):
     """Equal to the bit with all experts in order, and with those that a call needs in any rows."""
     case = make_case(T, 256, 128, 9, 3, fmt, torch.float32, "cpu")
     case.experts[0, 0] = -1
-    expected = reference.moe_experts(*case, 4.0, input_format=InputFormat(True))
+    expected = reference.moe_experts(ExpertsCall(*case, 4.0, input_format=InputFormat(True)))
     cache = make_cache((case.w1, case.w3, case.w2), 4, device="cpu")
     found = reference.fetch_experts(cache, case.experts)
-    got = reference.moe_experts(*case[:3], *cache.device, 4.0, input_format=InputFormat(True), slots=found)
+    got = reference.moe_experts(ExpertsCall(*case[:3], *cache.device, 4.0, input_format=InputFormat(True), slots=found))
     assert torch.equal(got, expected)
 
 
@@ -286,10 +286,10 @@ def test_the_same_bits_as_all_experts_resident(gpu, fmt, hidden, inner, beside):
         def fetched(x, experts, weights, cache=cache, options=options):
             slots = moe.fetch_experts(cache, experts, stream)
             assert (slots.outputs_ready is None) == (stream is None)
-            return moe.moe_experts(x, experts, weights, *cache.device, **options, slots=slots)
+            return moe.moe_experts(ExpertsCall(x, experts, weights, *cache.device, **options, slots=slots))
 
         x, experts, weights = inputs = [t.clone() for t in case[:3]]
-        assert torch.equal(fetched(x, experts, weights), moe.moe_experts(*case, **options))
+        assert torch.equal(fetched(x, experts, weights), moe.moe_experts(ExpertsCall(*case, **options)))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = fetched(x, experts, weights)
@@ -299,7 +299,7 @@ def test_the_same_bits_as_all_experts_resident(gpu, fmt, hidden, inner, beside):
             for mine, new in zip(inputs, other[:3], strict=True):
                 mine.copy_(new)
             graph.replay()
-            assert torch.equal(out, moe.moe_experts(*other[:3], *case[3:], **options))
+            assert torch.equal(out, moe.moe_experts(ExpertsCall(*other[:3], *case[3:], **options)))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -318,10 +318,10 @@ def test_the_same_bits_with_copies_ahead(gpu, E, num_rows, T, share):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             moe.prefetch_experts(cache, predicted, stream)
-        before = moe.moe_experts(*case, **options)  # the computation of another layer
+        before = moe.moe_experts(ExpertsCall(*case, **options))  # the computation of another layer
         torch.cuda.current_stream().wait_stream(side)
         slots = moe.fetch_experts(cache, experts, stream, prefetched=True)
-        return before, moe.moe_experts(x, experts, weights, *cache.device, **options, slots=slots)
+        return before, moe.moe_experts(ExpertsCall(x, experts, weights, *cache.device, **options, slots=slots))
 
     compute()
     torch.cuda.synchronize()
@@ -335,7 +335,7 @@ def test_the_same_bits_with_copies_ahead(gpu, E, num_rows, T, share):
             mine.copy_(new)
         is_right = torch.rand(experts.shape, device="cuda") < share
         predicted.copy_(torch.where(is_right, experts, torch.randint(E, experts.shape, device="cuda")))
-        expected = moe.moe_experts(*other[:3], *case[3:], **options)
+        expected = moe.moe_experts(ExpertsCall(*other[:3], *case[3:], **options))
         graph.replay()
         assert torch.equal(out, expected)
         assert torch.equal(compute()[1], expected)
@@ -375,4 +375,4 @@ def test_products_of_rows_compile(fmt, T):
     case = make_case(T, 512, 512, 32, 6, fmt, device="meta")
     slots = torch.empty(32, dtype=torch.int32, device="meta")
     options = {"limit": 4.0, "input_format": InputFormat(True), "slots": ExpertSlots(slots)}
-    assert compiled_ops("sm90", lambda: moe.moe_experts(*case, **options))
+    assert compiled_ops("sm90", lambda: moe.moe_experts(ExpertsCall(*case, **options)))

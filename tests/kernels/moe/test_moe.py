@@ -9,9 +9,9 @@ import torch
 from deepseek_attn.kernels.common.device import GPU, gpu as gpu_of
 from deepseek_attn.kernels.common.plans import ANY, Choice, LaunchBlock, Row, forced_row
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.moe import ExpertStack, plan, reference
+from deepseek_attn.kernels.moe import plan, reference
 from deepseek_attn.kernels.moe.problem import ExpertFactors, ExpertsProblem, HopperExpertTiles
-from deepseek_attn.kernels.moe.types import ExpertsPass
+from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack
 from tests.kernels.moe.moe_cases import FORMATS, make_case, stack
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -141,9 +141,9 @@ def test_bad_arguments_are_named():
         (case._replace(w1=ExpertStack(case.w1.weight)), r"a stack of experts without scales must be bfloat16"),
     ):
         with pytest.raises(ValueError, match=message):
-            moe.moe_experts(*bad, 10.0)
+            moe.moe_experts(ExpertsCall(*bad, 10.0))
     with pytest.raises(ValueError, match=r"add must be \[3, 128\]"):
-        moe.moe_experts(*case, 10.0, add=case.x[:2])
+        moe.moe_experts(ExpertsCall(*case, 10.0, add=case.x[:2]))
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
@@ -154,7 +154,7 @@ def relative(got, expected):
 
 
 def run(case, op=moe.moe_experts, limit=4.0, input_format=InputFormat(True), **options):  # noqa: B008
-    return op(*case, limit, input_format=input_format, **options)
+    return op(ExpertsCall(*case, limit=limit, input_format=input_format, **options))
 
 
 @pytest.mark.parametrize(("pairs", "experts", "tile"), [(5, 3, 8), (64, 7, 16), (300, 256, 16), (6000, 5, 64)])
@@ -239,8 +239,7 @@ def test_a_token_does_not_depend_on_the_others(gpu, fmt):
     """Bit for bit within one launch configuration, whatever shares its expert."""
     case = make_case(100, 512, 256, 32, 6, fmt)
     case.experts[:60, 0] = 3
-    arguments = ExpertsPass(*case, 4.0, False, InputFormat(True), None, None, None, torch.empty_like(case.x))
-    problem = ExpertsProblem.of(arguments, None)
+    problem = ExpertsProblem.of(ExpertsCall(*case, 4.0, False, InputFormat(True)))
     together, choice = run(case), plan.PRODUCTS.choose(problem, gpu_of(case.x.device))
     order = torch.randperm(100)
     assert torch.equal(run(case.of(order)), together[order])

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from deepseek_attn.kernels.moe import reference
+from deepseek_attn.kernels.moe.types import ExpertsCall
 from tests.kernels.moe.moe_cases import make_case
 
 LIMIT = 2.0
@@ -25,7 +26,7 @@ def by_hand(case) -> torch.Tensor:
 
 def run(case, rows: slice = slice(None)) -> torch.Tensor:
     x, experts, weights = case.x[rows], case.experts[rows], case.weights[rows]
-    return reference.moe_experts(x, experts, weights, case.w1, case.w3, case.w2, LIMIT)
+    return reference.moe_experts(ExpertsCall(x, experts, weights, case.w1, case.w3, case.w2, LIMIT))
 
 
 @pytest.mark.parametrize("T", [1, 2, 5, 6, 40])  # with 3 experts each, up to 5 tokens run a row at a time

@@ -8,7 +8,8 @@ import torch
 
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.moe import ExpertGroups, ExpertStack, moe_experts, moe_route, reference
+from deepseek_attn.kernels.moe import ExpertGroups, moe_experts, moe_route, reference
+from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack
 from deepseek_attn.lab.bench.cases.case import OpCase
 
 TOKENS = (1, 8, 32, 128, 512, 4096, 8192)
@@ -45,7 +46,7 @@ def _router(label: str, T: int, config: AnyConfig) -> OpCase:
 def experts_case(label: str, T: int, config: AnyConfig, weights: str) -> OpCase:
     """The routed experts of ``T`` tokens, with random ``weights`` in "fp4" or "fp8" and random routing."""
     E, D, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-    k, limit = config.num_experts_per_tok, config.swiglu_limit
+    k = config.num_experts_per_tok
 
     def make(device: torch.device, seed: int) -> tuple:
         stacks = (
@@ -58,10 +59,8 @@ def experts_case(label: str, T: int, config: AnyConfig, weights: str) -> OpCase:
         scores = torch.rand(T, E, device=device, generator=g).topk(k)
         return x, scores.indices, scores.values, *stacks
 
-    quantized = InputFormat(fp8=True)
-    run = {
-        "triton": lambda *args: moe_experts(*args, limit=limit, weigh_output=weights == "fp8", input_format=quantized)
-    }
+    options = {"limit": config.swiglu_limit, "weigh_output": weights == "fp8", "input_format": InputFormat(fp8=True)}
+    run = {"triton": lambda *args: moe_experts(ExpertsCall(*args, **options))}
     used = E * (1 - (1 - k / E) ** T)  # experts that some token chose, on average
     one = 3 * D * inner * (17 / 32 if weights == "fp4" else 1)
     size, flops = int(used * one) + 6 * T * D, 6 * T * k * D * inner
