@@ -55,12 +55,9 @@ def problem_on(device: torch.device) -> str:
         return "its kernels are built for NVIDIA GPUs; this PyTorch is built for another vendor's"
     if not have_triton():
         return NO_TRITON
-    capability = compute_capability(device)
-    if capability < MIN_CAPABILITY:
-        return (
-            f"its kernels need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later; this GPU has "
-            f"{capability[0]}.{capability[1]}"
-        )
+    if (capability := compute_capability(device)) < MIN_CAPABILITY:
+        needed, found = (f"{major}.{minor}" for major, minor in (MIN_CAPABILITY, capability))
+        return f"its kernels need compute capability {needed} or later; this GPU has {found}"
     return ""
 
 

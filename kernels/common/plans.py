@@ -147,6 +147,11 @@ class LaunchBlock(NamedTuple):
     warps: int = 4
 
 
+def channel_block(most: int, warps: int = 4) -> Callable[[RowsProblem, GPU], LaunchBlock]:
+    """Blocks of a power of two of a row's channels, at most ``most``."""
+    return lambda problem, gpu: LaunchBlock(min(most, next_power_of_2(problem.channels)), warps)
+
+
 class Choice(NamedTuple):
     """The row that was taken for a problem on a GPU: the plan of one launch.
 
@@ -239,8 +244,7 @@ class Table(Generic[P]):
 
     def supports(self, row: Row[P], problem: P, gpu: GPU) -> bool:
         """Whether the kernel of a row can compute a problem."""
-        supported = self.kernels[row.kernel]
-        return supported(problem, gpu)
+        return self.kernels[row.kernel](problem, gpu)
 
     def candidates(self, problem: P, gpu: GPU) -> list[Row[P]]:
         """Rows whose kernel supports the problem, whatever their condition; each configuration once."""

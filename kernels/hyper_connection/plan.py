@@ -5,7 +5,6 @@ For very few tokens the launch that multiplies the streams updates them as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepseek_attn.kernels.common.device import GPU
@@ -16,8 +15,8 @@ from deepseek_attn.kernels.common.plans import (
     Row,
     RowsProblem,
     Table,
+    channel_block,
     has,
-    next_power_of_2,
     one_kernel,
     planner,
     up_to,
@@ -62,16 +61,6 @@ class StreamsPlan:
     collapse: Choice
 
 
-def _post_tiles(most: int) -> Callable[[StreamsProblem, GPU], LaunchBlock]:
-    """Tiles of up to ``most`` channels; 1024 channels take four warps."""
-
-    def tiles(p: StreamsProblem, gpu: GPU) -> LaunchBlock:
-        channels = min(next_power_of_2(p.channels), most)
-        return LaunchBlock(channels, 4 if channels == 1024 else 2)
-
-    return tiles
-
-
 def _balanced_tokens(p: StreamsProblem, gpu: GPU) -> LaunchBlock:
     """Tokens of a program that computes post and comb; it holds all partial sums, which are few for many tokens."""
     return LaunchBlock(128 if p.rows >= MANY_TOKENS and not p.batch_invariant else 1)
@@ -81,7 +70,7 @@ LITTLE_OUTPUT = up_to("values", (1 << 18) - 1) & ~has("batch_invariant")
 _GROUPS = "h200_narrow_products.json: rows_of_groups"
 
 POSTS = one_kernel(
-    "hyper_connection.post", "hc_post_kernel", (LITTLE_OUTPUT, _post_tiles(256)), (ANY, _post_tiles(1024))
+    "hyper_connection.post", "hc_post_kernel", (LITTLE_OUTPUT, channel_block(256, warps=2)), (ANY, channel_block(1024))
 )
 PRODUCTS = Table(
     "hyper_connection.product",

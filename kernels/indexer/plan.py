@@ -11,9 +11,9 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     LaunchBlock,
     Row,
-    RowsProblem,
     Table,
     cdiv,
+    channel_block,
     condition,
     equals,
     given_kernels,
@@ -246,13 +246,8 @@ TOPK = one_kernel("indexer.topk", "topk_kernel", (has("rows_in_registers"), shor
 # --- candidate blocks ---
 
 
-def up_to_512(p: RowsProblem, gpu: GPU) -> LaunchBlock:
-    """Selected entries of one program, a power of two."""
-    return LaunchBlock(min(512, next_power_of_2(p.channels)))
-
-
 BLOCKS = one_kernel("indexer.blocks", "block_scores_kernel", (ANY, LaunchBlock(256)))
-ENTRIES = one_kernel("indexer.candidate_entries", "candidate_entries_kernel", (ANY, up_to_512))
+ENTRIES = one_kernel("indexer.candidate_entries", "candidate_entries_kernel", (ANY, channel_block(512)))
 
 
 # --- queries ---

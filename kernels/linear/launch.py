@@ -38,17 +38,9 @@ class Rope(NamedTuple):
 def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None = None) -> list[Tensor]:
     """See `deepseek_attn.kernels.linear.multi_linear`; no FP4 weights."""
     check("x", x, ("M", "K"), FLOATS)
-    for segment in segments:
-        _check_weight(segment, x.shape[1])
-        if segment.out_dtype not in (None, *FLOATS):
-            raise ValueError(f"outputs are float32, bfloat16 or float16, got {segment.out_dtype}")
     if quantized is not None:
         check_quantized("quantised x", quantized, x.shape)
-    if not len(x) or not segments:
-        return [x.new_empty(len(x), len(one.weight), dtype=one.out_dtype or x.dtype) for one in segments]
-    x = contiguous_rows(x)
-    problem = linear_problem(x, segments, quantized)
-    return launch(plan(problem, gpu(x.device)), x, segments, quantized)[0]
+    return _products(contiguous_rows(x), segments, quantized)[0]
 
 
 def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
@@ -84,7 +76,8 @@ def grouped_linear(
         check_rotation(d, cos_sin)
         rope = Rope(positions, cos_sin, d)
     x = o.flatten(1) if o.stride(1) == d and o.stride(2) == 1 else o.contiguous().flatten(1)
-    return _diagonal_blocks(x, segment, groups, None, rope)
+    (out,), quantized = _products(x, [segment], None, groups, rope, quantize_output=True)
+    return out, quantized
 
 
 def grouped_linear_of_quantized(
@@ -96,22 +89,22 @@ def grouped_linear_of_quantized(
     groups, M, K = o.values.shape
     # stands for the input, of which only shape and dtype are read
     x = torch.empty(1, dtype=dtype, device=weight.device).expand(M, groups * K)
-    return _diagonal_blocks(x, Segment(weight, scale, InputFormat(True, o.pow2_scales)), groups, o, None)
+    segment = Segment(weight, scale, InputFormat(True, o.pow2_scales))
+    (out,), quantized = _products(x, [segment], o, groups, quantize_output=True)
+    return out, quantized
 
 
-def _diagonal_blocks(
-    x: Tensor, segment: Segment, groups: int, quantized: QuantizedRows | None, rope: Rope | None
-) -> tuple[Tensor, QuantizedRows | None]:
-    """The product of ``x [M, groups * K]``, or of its FP8 values, with the blocks of a weight."""
-    K, N = x.shape[1] // groups, len(segment.weight)
-    _check_weight(segment, K)
-    if N % groups:
-        raise ValueError(f"a weight of {N} rows cannot be divided into {groups} groups")
-    if not len(x):
-        return x.new_empty(0, N), None
-    problem = linear_problem(x, [segment], quantized, groups, rope is not None, True)
-    outs, output = launch(plan(problem, gpu(x.device)), x, [segment], quantized, groups, rope)
-    return outs[0], output
+def _products(
+    x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None, groups: int = 1, rope: Rope | None = None,
+    quantize_output: bool = False,
+) -> tuple[list[Tensor], QuantizedRows | None]:  # fmt: skip
+    """Products of ``x [M, groups * K]``, or of its FP8 values; a single product also in FP8 if that is free."""
+    for segment in segments:
+        _check_weight(segment, x.shape[1] // groups, groups)
+    if not len(x) or not segments:
+        return [x.new_empty(len(x), len(one.weight), dtype=one.out_dtype or x.dtype) for one in segments], None
+    problem = linear_problem(x, segments, quantized, groups, rope is not None, quantize_output)
+    return launch(plan(problem, gpu(x.device)), x, segments, quantized, groups, rope)
 
 
 def linear_problem(
@@ -152,9 +145,13 @@ def _pow2_scales(segments: Sequence[Segment]) -> bool:
     return rules != {False}
 
 
-def _check_weight(segment: Segment, K: int) -> None:
-    """Raises ValueError unless a segment has a weight of ``K`` channels: plain, or FP8 with block scales."""
+def _check_weight(segment: Segment, K: int, groups: int) -> None:
+    """Raises ValueError unless a segment has ``groups`` weights of ``K`` channels: plain, or FP8 with block scales."""
     weight, scale, group = segment.weight, segment.scale, segment.input_format.group
+    if segment.out_dtype not in (None, *FLOATS):
+        raise ValueError(f"outputs are float32, bfloat16 or float16, got {segment.out_dtype}")
+    if len(weight) % groups:
+        raise ValueError(f"a weight of {len(weight)} rows cannot be divided into {groups} groups")
     if scale is None:
         return check("a weight without a scale", weight, ("N", K), FLOATS, contiguous=True)
     check("a quantised weight", weight, ("N", K), torch.float8_e4m3fn, contiguous=True)
