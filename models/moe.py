@@ -14,15 +14,13 @@ from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.kernels.moe import (
-    UNGROUPED,
-    ExpertGroups,
     ExpertRange,
     HashRouting,
     moe_experts,
     moe_route,
     swiglu,
 )
-from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack
+from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertsCall, ExpertStack, Router
 from deepseek_attn.layers.expert_memory import DISK, RESIDENT, ExpertMemory
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
@@ -72,15 +70,20 @@ class Gate(CheckpointModule):
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x [T, hidden_size]``, ``token_ids [T]`` -> expert ids ``[T, k]`` and float32 weights ``[T, k]``."""
-        bias, hashed = (None, HashRouting(self.tid2eid, token_ids)) if self.hash else (self.bias, None)
-        options = self.topk, self.score, self.factor, self.normalize, bias, self.groups, hashed, self.local_experts
-        return moe_route(x, self.weight, *options)
+        return moe_route(x, self.router, self._hashed(token_ids), self.local_experts)
+
+    @property
+    def router(self) -> Router:
+        """The parameters of `forward`, for the op."""
+        bias = None if self.hash else self.bias
+        return Router(self.weight, self.topk, self.score, self.factor, self.normalize, bias, self.groups)
+
+    def _hashed(self, token_ids: torch.Tensor) -> HashRouting | None:
+        return HashRouting(self.tid2eid, token_ids) if self.hash else None
 
     def all_experts(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """The expert ids of `forward`, counted over the experts of all ranks: ``[T, k]``."""
-        bias, hashed = (None, HashRouting(self.tid2eid, token_ids)) if self.hash else (self.bias, None)
-        options = self.topk, self.score, self.factor, self.normalize, bias, self.groups, hashed
-        return moe_route(x, self.weight, *options)[0]
+        return moe_route(x, self.router, self._hashed(token_ids))[0]
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """The expert ids of `forward` of a layer without hash routing, for an x that is not yet its final one."""
@@ -98,8 +101,7 @@ class Gate(CheckpointModule):
     def weigh(self, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The result of `forward` for given experts: int64 ``[T, k]``, counted over the experts of all ranks."""
         given = HashRouting(experts.contiguous(), torch.arange(len(x), dtype=torch.int64, device=x.device))
-        options = self.topk, self.score, self.factor, self.normalize, None, self.groups, given, self.local_experts
-        return moe_route(x, self.weight, *options)
+        return moe_route(x, self.router._replace(bias=None), given, self.local_experts)
 
 
 class GroupLimitedGate(Gate):

@@ -9,15 +9,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.linear import FP8_GROUPS
-from deepseek_attn.kernels.moe.types import (
-    UNGROUPED,
-    ExpertGroups,
-    ExpertRange,
-    ExpertsCall,
-    ExpertSlots,
-    HashRouting,
-    HostExperts,
-)
+from deepseek_attn.kernels.moe.types import ExpertRange, ExpertsCall, ExpertSlots, HashRouting, HostExperts, Router
 
 if TYPE_CHECKING:
     from deepseek_attn.kernels.moe import launch as triton_ops, reference as torch_ops
@@ -26,27 +18,12 @@ else:
 
 
 def moe_route(
-    x: Tensor,
-    weight: Tensor,
-    topk: int,
-    score: str,
-    factor: float,
-    normalize: bool,
-    bias: Tensor | None = None,
-    groups: ExpertGroups = UNGROUPED,
-    hashed: HashRouting | None = None,
-    own: ExpertRange | None = None,
+    x: Tensor, router: Router, hashed: HashRouting | None = None, own: ExpertRange | None = None
 ) -> tuple[Tensor, Tensor]:
     """Experts of each token, and their weights.
 
     Args:
         x: ``[T, D]``.
-        weight: float32 or bfloat16 ``[E, D]``; products are float32 (no TF32).
-        topk: experts per token.
-        score: ``sqrtsoftplus``, ``sigmoid`` or ``softmax``.
-        factor: multiplies the weights; ``normalize``: they are divided by their sum first.
-        bias: float32 ``[E]``, added to the scores that choose experts, not to their weights.
-        groups: limits the choice; on a GPU their number is a power of two.
         hashed: experts are looked up by token id instead, and scores only weigh them.
         own: ids count from its first expert on, and are -1 for experts that are not among them, as `moe_experts` takes
             them.
@@ -58,8 +35,7 @@ def moe_route(
     Raises:
         ValueError: shapes, dtypes or groups that do not fit. On a GPU token ids are not checked.
     """
-    ops = triton_ops if runs_triton(x) else torch_ops
-    return ops.moe_route(x, weight, topk, score, factor, normalize, bias, groups, hashed, own)
+    return (triton_ops if runs_triton(x) else torch_ops).moe_route(x, router, hashed, own)
 
 
 def moe_experts(call: ExpertsCall) -> Tensor:

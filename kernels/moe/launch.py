@@ -42,24 +42,23 @@ from deepseek_attn.kernels.moe.problem import ExpertsPlan, ExpertsProblem
 from deepseek_attn.kernels.moe.reference import MAX_CACHED, check_cache, check_experts, check_route
 from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, moe_select_kernel
 from deepseek_attn.kernels.moe.types import (
-    UNGROUPED,
     CopiedParts,
-    ExpertGroups,
     ExpertRange,
     ExpertsCall,
     ExpertSlots,
     ExpertStack,
     HashRouting,
     HostExperts,
+    Router,
 )
 
 
 def moe_route(
-    x: Tensor, weight: Tensor, topk: int, score: str, factor: float, normalize: bool, bias: Tensor | None = None,
-    groups: ExpertGroups = UNGROUPED, hashed: HashRouting | None = None, own: ExpertRange | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, router: Router, hashed: HashRouting | None = None, own: ExpertRange | None = None
+) -> tuple[Tensor, Tensor]:
     """See `kernels.moe.moe_route`."""
-    check_route(x, weight, topk, score, bias, groups, hashed)
+    check_route(x, router, hashed)
+    weight, topk, score, factor, normalize, bias, groups = router
     if (count := groups.num_groups) & (count - 1):
         raise ValueError(f"{count} groups of experts: kernels choose from a power of two")
     (T, D), E = x.shape, len(weight)
@@ -70,8 +69,8 @@ def moe_route(
         plan = SELECTS.plan(RowsProblem(T, D), gpu(x.device))
         logits = float32_product(x, weight, plan.config.size)
         rows = logits.sums, bias, *(hashed or (None, None)), experts, weights, float(factor), *(own or (0, E))
-        router = RouterConfig(E, topk, len(logits.sums), logits.inner, score, normalize, groups, plan.pdl)
-        moe_select_kernel[(T,)](RouterRows(*rows), T, ROUTER=router, **launch_options(plan.config.warps, plan.pdl))
+        config = RouterConfig(E, topk, len(logits.sums), logits.inner, score, normalize, groups, plan.pdl)
+        moe_select_kernel[(T,)](RouterRows(*rows), T, ROUTER=config, **launch_options(plan.config.warps, plan.pdl))
     return experts, weights
 
 

@@ -16,7 +16,6 @@ from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear.formats import dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.types import (
-    UNGROUPED,
     ExpertGroups,
     ExpertRange,
     ExpertsCall,
@@ -24,6 +23,7 @@ from deepseek_attn.kernels.moe.types import (
     ExpertStack,
     HashRouting,
     HostExperts,
+    Router,
     expert_parts,
 )
 from deepseek_attn.kernels.moe.uses import DECAY, MAX_TOKENS, USE
@@ -42,19 +42,11 @@ SCORES = {
 
 
 def moe_route(
-    x: Tensor,
-    weight: Tensor,
-    topk: int,
-    score: str,
-    factor: float,
-    normalize: bool,
-    bias: Tensor | None = None,
-    groups: ExpertGroups = UNGROUPED,
-    hashed: HashRouting | None = None,
-    own: ExpertRange | None = None,
+    x: Tensor, router: Router, hashed: HashRouting | None = None, own: ExpertRange | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `deepseek_attn.kernels.moe.moe_route`."""
-    check_route(x, weight, topk, score, bias, groups, hashed)
+    check_route(x, router, hashed)
+    weight, topk, score, factor, normalize, bias, groups = router
     scores = SCORES[score](F.linear(x.float(), weight.float()))
     if hashed is not None:
         experts = hashed.table.index_select(0, hashed.token_ids)
@@ -332,16 +324,9 @@ def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:
     cache.uses.sub_(cache.uses >> DECAY).add_((tokens * USE).to(torch.int32))
 
 
-def check_route(
-    x: Tensor,
-    weight: Tensor,
-    topk: int,
-    score: str,
-    bias: Tensor | None,
-    groups: ExpertGroups,
-    hashed: HashRouting | None,
-) -> None:
+def check_route(x: Tensor, router: Router, hashed: HashRouting | None) -> None:
     """Raises ValueError: arguments of `moe_route` that do not fit."""
+    weight, topk, score, *_, bias, groups = router
     check("x", x, ("T", "D"), FLOATS)
     check("the gate", weight, ("E", x.shape[1]), (torch.float32, torch.bfloat16), contiguous=True)
     E, (n, kept) = len(weight), groups

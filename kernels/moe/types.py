@@ -25,6 +25,27 @@ class ExpertGroups(NamedTuple):
 UNGROUPED = ExpertGroups(1, 1)
 
 
+class Router(NamedTuple):
+    """How a layer's router chooses and weighs experts.
+
+    Attributes:
+        weight: float32 or bfloat16 ``[E, D]``; products are float32 (no TF32).
+        topk: experts per token.
+        score: ``sqrtsoftplus``, ``sigmoid`` or ``softmax``.
+        factor: multiplies the weights; normalize: they are divided by their sum first.
+        bias: float32 ``[E]``, added to the scores that choose experts, not to their weights.
+        groups: limits the choice; on a GPU their number is a power of two.
+    """
+
+    weight: Tensor
+    topk: int
+    score: str
+    factor: float
+    normalize: bool
+    bias: Tensor | None = None
+    groups: ExpertGroups = UNGROUPED
+
+
 class HashRouting(NamedTuple):
     """Experts by token id: row ``token_ids[t]`` of ``table``.
 

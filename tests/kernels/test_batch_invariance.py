@@ -26,7 +26,7 @@ from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedInd
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, launch as latent
 from deepseek_attn.kernels.linear import Segment, launch as linear
 from deepseek_attn.kernels.moe import launch as moe
-from deepseek_attn.kernels.moe.types import ExpertsCall
+from deepseek_attn.kernels.moe.types import ExpertsCall, Router
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import CAPABILITIES
 from tests.kernels.hyper_connection.test_hyper_connection import make as make_streams
@@ -118,7 +118,7 @@ OPS: dict[str, Callable[[int], object]] = {
     "index_scores, fp8": lambda T: index_scores(T, "fp8"),
     "index_scores, fp4": lambda T: index_scores(T, "fp4"),
     "hyper_connection": streams,
-    "moe_route": lambda T: moe.moe_route(of(T, 512), of(64, 512, dtype=F32), 6, "sigmoid", 1.0, True),
+    "moe_route": lambda T: moe.moe_route(of(T, 512), Router(of(64, 512, dtype=F32), 6, "sigmoid", 1.0, True)),
     "moe_experts, fp4": lambda T: routed_experts(T, "fp4"),
     "moe_experts, fp8": lambda T: routed_experts(T, "fp8"),
 }

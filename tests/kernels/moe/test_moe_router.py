@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from deepseek_attn.kernels.moe import UNGROUPED, ExpertGroups, ExpertRange, HashRouting, reference
+from deepseek_attn.kernels.moe import reference
+from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, HashRouting, Router
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -51,8 +52,20 @@ def check(got, expected, topk):
             assert value == pytest.approx(row[e], rel=2e-5)
 
 
+def routed(op):
+    """`moe_route` of an implementation, with the fields of `Router` among its arguments."""
+
+    def route(x, weight, *fields, hashed=None, own=None, **options):
+        return op(x, Router(weight, *fields, **options), hashed, own)
+
+    return route
+
+
 def route_op(where):
-    return {"torch": reference.moe_route, "triton": moe_router.moe_route}[where]
+    return {"torch": routed(reference.moe_route), "triton": moe_route}[where]
+
+
+moe_route = routed(moe_router.moe_route)
 
 
 @pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.gpu)])
@@ -124,25 +137,23 @@ def test_many_tokens(gpu, T):
     for E, D, groups in ((256, 4096, UNGROUPED), (384, 1000, UNGROUPED), (256, 520, ExpertGroups(8, 4))):
         weight, bias = torch.randn(E, D) * D**-0.5, torch.randn(E) * 0.1
         x = torch.randn(T, D).bfloat16()
-        experts, weights = moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
+        experts, weights = moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
         expected = slowly(x, weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
         got = [dict(zip(*row, strict=True)) for row in zip(experts.tolist(), weights.tolist(), strict=True)]
         same = [row for row in zip(got, expected, strict=True) if row[0].keys() == row[1].keys()]
         assert len(same) > 0.995 * T
         for row, wanted in same:
             assert row == pytest.approx(wanted, rel=2e-5)
-        few = moe_router.moe_route(x[:3], weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
+        few = moe_route(x[:3], weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
         assert torch.equal(few[0], experts[:3])
         torch.testing.assert_close(few[1], weights[:3], rtol=1e-5, atol=0)
         rounded = weight.bfloat16()
-        one, three = (
-            moe_router.moe_route(x, w, 6, "sqrtsoftplus", 1.5, True, bias, groups) for w in (rounded, rounded.float())
-        )
+        one, three = (moe_route(x, w, 6, "sqrtsoftplus", 1.5, True, bias, groups) for w in (rounded, rounded.float()))
         same = (one[0] == three[0]).all(1)
         assert same.float().mean() > 0.995
         torch.testing.assert_close(one[1][same], three[1][same], rtol=2e-5, atol=0)
         for _ in range(5):
-            again = moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
+            again = moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
             assert torch.equal(again[0], experts)
             assert torch.equal(again[1], weights)
 
@@ -151,9 +162,7 @@ def test_a_nan_gives_experts_that_exist(gpu):
     x, weight = torch.randn(4, 128), torch.randn(256, 128)
     x[1] = NAN
     x[2, 5] = float("inf")
-    experts, weights = moe_router.moe_route(
-        x, weight, 8, "sqrtsoftplus", 1.0, True, torch.zeros(256), ExpertGroups(8, 4)
-    )
+    experts, weights = moe_route(x, weight, 8, "sqrtsoftplus", 1.0, True, torch.zeros(256), ExpertGroups(8, 4))
     assert experts.ge(0).all()
     assert experts.lt(256).all()
     assert all(len(set(row)) == 8 for row in experts.tolist())
@@ -163,11 +172,11 @@ def test_a_nan_gives_experts_that_exist(gpu):
 
 def test_no_tokens_and_strides(gpu):
     weight, wide = torch.randn(16, 64), torch.randn(5, 128)
-    experts, weights = moe_router.moe_route(wide[:0, :64], weight, 3, "sigmoid", 1.0, True)
+    experts, weights = moe_route(wide[:0, :64], weight, 3, "sigmoid", 1.0, True)
     assert (experts.shape, weights.shape) == ((0, 3), (0, 3))
     for x in (wide[:, ::2], wide[:, 64:]):
-        got = moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True)
-        assert torch.equal(got[0], moe_router.moe_route(x.contiguous(), weight, 3, "sigmoid", 1.0, True)[0])
+        got = moe_route(x, weight, 3, "sigmoid", 1.0, True)
+        assert torch.equal(got[0], moe_route(x.contiguous(), weight, 3, "sigmoid", 1.0, True)[0])
 
 
 def test_bad_arguments_are_named():
@@ -179,13 +188,13 @@ def test_bad_arguments_are_named():
         ((x, weight, 17, "sigmoid"), "17 of 16 experts in the best 1 of 1 groups"),
     ):
         with pytest.raises(ValueError, match=message):
-            moe_router.moe_route(*call, 1.0, True)
+            moe_route(*call, 1.0, True)
     with pytest.raises(ValueError, match="3 of 16 experts in the best 1 of 3 groups"):
-        moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True, groups=ExpertGroups(3, 1))
+        moe_route(x, weight, 3, "sigmoid", 1.0, True, groups=ExpertGroups(3, 1))
     with pytest.raises(ValueError, match=r"the bias must be contiguous float32 \[16\]"):
-        moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True, torch.zeros(15))
+        moe_route(x, weight, 3, "sigmoid", 1.0, True, torch.zeros(15))
     with pytest.raises(ValueError, match=r"the table of hash routing must be contiguous \[V, 3\]"):
-        moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True, hashed=HashRouting(torch.zeros(9, 2), torch.zeros(4)))
+        moe_route(x, weight, 3, "sigmoid", 1.0, True, hashed=HashRouting(torch.zeros(9, 2), torch.zeros(4)))
 
 
 TOKENS = {1: torch.bfloat16, 4096: torch.bfloat16, 40: torch.float32}
@@ -202,7 +211,7 @@ def test_it_compiles(arch, route):
     dtype = TOKENS[T]
     x, weight = (torch.empty(n, 512, dtype=of, device="meta") for n, of in ((T, dtype), (64, weight_dtype)))
     options = {"groups": ExpertGroups(8, 4), "bias": torch.empty(64, device="meta")} if T == 40 else {}
-    found = compiled_ops(arch, lambda: moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, **options))
+    found = compiled_ops(arch, lambda: moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, **options))
     assert set(found) == {"float32_product_kernel", "moe_select_kernel"} | (
         {"split_float32_weight_kernel"} if T == 4096 and weight_dtype == torch.float32 else set()
     )

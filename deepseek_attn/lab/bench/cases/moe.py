@@ -8,8 +8,8 @@ import torch
 
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.moe import ExpertGroups, moe_experts, moe_route, reference
-from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack
+from deepseek_attn.kernels.moe import moe_experts, moe_route, reference
+from deepseek_attn.kernels.moe.types import ExpertGroups, ExpertsCall, ExpertStack, Router
 from deepseek_attn.lab.bench.cases.case import OpCase
 
 TOKENS = (1, 8, 32, 128, 512, 4096, 8192)
@@ -37,8 +37,8 @@ def _router(label: str, T: int, config: AnyConfig) -> OpCase:
         return x.bfloat16(), (weight * D**-0.5).bfloat16(), bias * 0.1
 
     run = {
-        "triton": lambda x, weight, bias: moe_route(x, weight, *options, bias, groups),
-        "torch": lambda x, weight, bias: reference.moe_route(x, weight, *options, bias, groups),
+        "triton": lambda x, weight, bias: moe_route(x, Router(weight, *options, bias, groups)),
+        "torch": lambda x, weight, bias: reference.moe_route(x, Router(weight, *options, bias, groups)),
     }
     return OpCase("moe_route", label, make, run, bytes=2 * E * D + 2 * T * D + 12 * T * k, flops=2 * T * E * D)
 
