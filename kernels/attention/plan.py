@@ -14,15 +14,16 @@ from torch import Tensor
 
 from deepseek_attn.kernels.attention.types import AttendedKeys
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.invariance import MANY_ROWS, batch_invariant
+from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import (
     ANY,
     HOPPER,
     Choice,
     LaunchBlock,
     Row,
+    RowsProblem,
     Table,
-    above,
+    at_least,
     cdiv,
     condition,
     equals,
@@ -33,24 +34,22 @@ from deepseek_attn.kernels.common.plans import (
 )
 
 
-@dataclass(frozen=True)
-class AttendProblem:
-    """Queries ``[queries, heads, dim]``, each over up to ``width`` keys.
+@dataclass(frozen=True, kw_only=True)
+class AttendProblem(RowsProblem):
+    """Queries ``[rows, heads, channels]``, each over up to ``width`` keys.
 
     Attributes:
         d_v: channels of a value; nope: leading channels of a key that precede its unquantised channels, or all.
         dtype: of the queries; key_dtype: of a key's values in memory.
         group: quantised channels that share a scale; 0 for unquantised keys.
-        pools: number of pools that keys are read from, 1 or 2; rows: keys are rows of one tensor, not cache entries.
+        pools: number of pools that keys are read from, 1 or 2.
+        key_rows: keys are rows of one tensor, not cache entries.
         sink: each head has an attention sink logit.
         raw_q: the kernel applies norm and RoPE to the queries and quantises its output.
         aligned_q, aligned_keys: the compiler knows that rows can be copied 16 bytes at a time.
-        batch_invariant: the choice must not depend on ``queries``.
     """
 
-    queries: int
     heads: int
-    dim: int
     d_v: int
     width: int
     nope: int
@@ -58,30 +57,25 @@ class AttendProblem:
     key_dtype: torch.dtype = torch.uint8
     group: int = 0
     pools: int = 1
-    rows: bool = False
+    key_rows: bool = False
     sink: bool = False
     raw_q: bool = False
     aligned_q: bool = True
     aligned_keys: bool = True
-    batch_invariant: bool = False
 
     @classmethod
     def of(
-        cls, q: Tensor, keys: Sequence[AttendedKeys], d_v: int, rows: bool, sink: Tensor | None, raw_q: bool = False
+        cls, q: Tensor, keys: Sequence[AttendedKeys], d_v: int, key_rows: bool, sink: Tensor | None, raw_q: bool = False
     ) -> AttendProblem:
         """The problem of these arguments, in the current context of batch invariance."""
         first, (T, H, dim) = keys[0], q.shape
         return cls(
-            T, H, dim, d_v, sum(part.indices.shape[1] for part in keys), first.layout.nope, q.dtype, first.pool.dtype,
-            first.layout.group, len(keys), rows, sink is not None, raw_q,
-            q.stride(2) == 1 and _aligned(q, q.stride(0), q.stride(1)), _aligned(first.pool, first.pool.stride(0)),
-            batch_invariant(),
+            T, dim, batch_invariant(), heads=H, d_v=d_v, width=sum(part.indices.shape[1] for part in keys),
+            nope=first.layout.nope, dtype=q.dtype, key_dtype=first.pool.dtype, group=first.layout.group,
+            pools=len(keys), key_rows=key_rows, sink=sink is not None, raw_q=raw_q,
+            aligned_q=q.stride(2) == 1 and _aligned(q, q.stride(0), q.stride(1)),
+            aligned_keys=_aligned(first.pool, first.pool.stride(0)),
         )  # fmt: skip
-
-    @property
-    def planned(self) -> int:
-        """The number of queries for which kernel and tiles are chosen."""
-        return MANY_ROWS if self.batch_invariant else self.queries
 
     @property
     def product_dtype(self) -> torch.dtype:
@@ -124,14 +118,15 @@ HOPPER_TILES = AttendTiles(64, 64, 8, 1)
 @condition
 def v4_pages(problem: AttendProblem, gpu: GPU) -> bool:
     """Entries of ``fp8_v4`` whose sizes `attend_hopper_kernel` is written for."""
-    sizes = problem.dim in (128, 256, 512) and problem.nope == problem.dim - 64 and problem.d_v == problem.dim
+    dim = problem.channels
+    sizes = dim in (128, 256, 512) and problem.nope == dim - 64 and problem.d_v == dim
     return problem.group == 64 and sizes and problem.product_dtype == torch.float16
 
 
 @condition
 def v32_pages(problem: AttendProblem, gpu: GPU) -> bool:
     """Entries of ``fp8_v32`` that `attend_v32_hopper_kernel` reads 16 bytes at a time; it knows no sinks."""
-    sizes = problem.nope in (256, 512) and problem.d_v == problem.nope == problem.dim - 64
+    sizes = problem.nope in (256, 512) and problem.d_v == problem.nope == problem.channels - 64
     entries = problem.group == 128 and problem.product_dtype == torch.bfloat16 and problem.aligned_keys
     return sizes and entries and problem.pools == 1 and not problem.sink
 
@@ -140,26 +135,26 @@ def v32_pages(problem: AttendProblem, gpu: GPU) -> bool:
 def half_rows(problem: AttendProblem, gpu: GPU) -> bool:
     """Rows that `attend_rows_hopper_kernel` copies 16 bytes at a time: 16-bit, of the queries' dtype."""
     dtypes = problem.dtype == problem.key_dtype and problem.dtype.itemsize == 2
-    sizes = problem.dim in (128, 256, 512) and problem.d_v == problem.dim
-    return problem.rows and dtypes and sizes and problem.aligned_q and problem.aligned_keys
+    sizes = problem.channels in (128, 256, 512) and problem.d_v == problem.channels
+    return problem.key_rows and dtypes and sizes and problem.aligned_q and problem.aligned_keys
 
 
 @condition
 def small(problem: AttendProblem, gpu: GPU) -> bool:
     """So little work that tiles of 16 heads fill the GPU better; never for up to 16 heads."""
-    return problem.heads > 16 and problem.planned * cdiv(problem.heads, 16) * cdiv(problem.width, 64) <= 80
+    return problem.heads > 16 and problem.planned_rows * cdiv(problem.heads, 16) * cdiv(problem.width, 64) <= 80
 
 
 @condition
 def rows_fill_gpu(problem: AttendProblem, gpu: GPU) -> bool:
     """`attend_rows_hopper_kernel` splits no query's keys: it needs a program for half of the multiprocessors."""
-    return problem.planned * cdiv(problem.heads, 64) >= gpu.multiprocessors // 2
+    return problem.planned_rows * cdiv(problem.heads, 64) >= gpu.multiprocessors // 2
 
 
 TUNED_V4 = "h100_tune_v4_flash.json: attention.attend"
 TUNED_V32 = "h100_tune_v32.json: attention.attend"
 LAYERS = "h200_layer_choices.json: rows"
-MANY_HEADS, WIDE, ONE = above("heads", 16), above("dim", 512), equals("planned", 1)
+MANY_HEADS, WIDE, ONE = ~up_to("heads", 16), ~up_to("channels", 512), equals("planned_rows", 1)
 
 ATTEND = Table(
     "attention.attend",
@@ -194,7 +189,7 @@ def splits_of_keys(problem: AttendProblem, gpu: GPU, choice: Choice) -> int:
         return 1
     tiles: AttendTiles = choice.config
     blocks = cdiv(problem.width, tiles.keys)
-    programs = problem.planned * cdiv(problem.heads, tiles.heads)
+    programs = problem.planned_rows * cdiv(problem.heads, tiles.heads)
     splits = max(1, min(blocks, (2 if tiles.heads < 64 else 1) * gpu.multiprocessors // programs, 130))
     blocks_of_split = cdiv(blocks, splits)
     # Two more blocks per program take less time than a second launch that combines splits. For raw queries the second
@@ -250,7 +245,7 @@ class AttendPlan:
 def attend_plan(problem: AttendProblem, gpu: GPU, choice: Choice, splits: int) -> AttendPlan:
     """The plan with this kernel and number of splits."""
     # `attend_hopper_kernel` stores 512 channels of a head as FP8 itself
-    last = splits == 1 and (not problem.raw_q or (choice.kernel == "attend_hopper_kernel" and problem.dim == 512))
+    last = splits == 1 and (not problem.raw_q or (choice.kernel == "attend_hopper_kernel" and problem.channels == 512))
     combine = None if last else COMBINE.choose(CombineProblem(splits, problem.d_v, problem.raw_q), gpu)
     return AttendPlan(choice, splits, combine, problem.product_dtype)
 
@@ -284,7 +279,7 @@ def flashmla_runs(problem: LayerCall, gpu: GPU) -> bool:
 HEADS_64, HEADS_128 = equals("heads", 64), equals("heads", 128)
 COMPILED = HEADS_64 | HEADS_128
 """Head counts that FlashMLA is compiled for; of pages it pads others."""
-WINDOW_OR_MANY = up_to("width", 128) | above("width", 2048)
+WINDOW_OR_MANY = up_to("width", 128) | ~up_to("width", 2048)
 ROWS, V32 = equals("record", ""), equals("record", "fp8_v32")
 V32_OPS, DECODE = "h200_v32_ops.json: rows", "h200_attention_decode.json: results"
 
@@ -296,11 +291,11 @@ LIBRARY = Table(
     {"FlashMLA": flashmla_runs & (~ROWS | COMPILED), "attend_kernel": ANY},
     [
         Row(ROWS, "FlashMLA", source="h100_tune_v4_pro.json: attention.library"),
-        Row(V32 & HEADS_128 & above("queries", 1), "FlashMLA", source=V32_OPS),
-        Row(V32 & HEADS_64 & above("queries", 7), "FlashMLA", source=V32_OPS),
-        Row(V32 & above("queries", 31), "FlashMLA", source=V32_OPS),
-        Row(HEADS_128 & WINDOW_OR_MANY & above("queries", 8), "FlashMLA", source=DECODE),
-        Row(HEADS_128 & above("queries", 32), "FlashMLA", source=DECODE),
+        Row(V32 & HEADS_128 & at_least("queries", 2), "FlashMLA", source=V32_OPS),
+        Row(V32 & HEADS_64 & at_least("queries", 8), "FlashMLA", source=V32_OPS),
+        Row(V32 & at_least("queries", 32), "FlashMLA", source=V32_OPS),
+        Row(HEADS_128 & WINDOW_OR_MANY & at_least("queries", 9), "FlashMLA", source=DECODE),
+        Row(HEADS_128 & at_least("queries", 33), "FlashMLA", source=DECODE),
         Row(ANY, "attend_kernel", source=DECODE),
     ],
 )

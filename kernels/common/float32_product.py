@@ -55,16 +55,15 @@ def float32_product(
     results = PartialSums(sums, made.added_first)
     if not T:
         return results
-    tiles = made.product.config
+    tiles, options = made.product.config, pdl_options(4, made.product.pdl)
     if made.presplit:  # three bfloat16 values, the largest first, add up to a float32 one
         weight, whole = weight.new_empty(3, N, K, dtype=torch.bfloat16), weight
-        options = pdl_options(4, made.product.pdl)
         split_float32_weight_kernel[(cdiv(N * K, 1024),)](whole, weight, N * K, BLOCK=1024, **options)
     float32_product_kernel[(cdiv(N, tiles.columns), cdiv(T, tiles.rows), made.partials)](
         ProductArguments(x, weight, sums, x.stride(0)),
         T,
         CONFIG=ProductConfig(N, K, sums.shape[2], split, made.inner, made.groups, made.presplit, tiles),
         num_stages=tiles.stages,
-        **made.product.options,
+        **options,
     )
     return results

@@ -11,7 +11,6 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     Choice,
     RowsProblem,
-    above,
     at_least,
     cdiv,
     equals,
@@ -51,12 +50,11 @@ class Float32ProductProblem(RowsProblem):
 
 @dataclass(frozen=True)
 class Float32ProductTiles:
-    """Launch configuration of `float32_product_kernel`: rows and columns of a program, its stages and warps."""
+    """Launch configuration of `float32_product_kernel`: rows and columns of a program, and its stages."""
 
     rows: int
     columns: int
     stages: int = 3
-    warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,8 @@ PRODUCTS = one_kernel(
     "common.float32_product",
     "float32_product_kernel",
     (~BF16, Float32ProductTiles(32, 32)),
-    (GROUPED & above("columns", 64) & ONE_TERM & at_least("rows", 2 * GROUPED_ROWS), Float32ProductTiles(128, 64, 4)),
-    (GROUPED & above("columns", 64) & ONE_TERM, Float32ProductTiles(64, 64, 4)),
+    (GROUPED & ~up_to("columns", 64) & ONE_TERM & at_least("rows", 2 * GROUPED_ROWS), Float32ProductTiles(128, 64, 4)),
+    (GROUPED & ~up_to("columns", 64) & ONE_TERM, Float32ProductTiles(64, 64, 4)),
     (GROUPED & up_to("columns", 32), Float32ProductTiles(128, 32), _DATA),
     (up_to("planned_rows", 16), Float32ProductTiles(16, 32)),
     (ONE_TERM & up_to("planned_rows", 64), Float32ProductTiles(32, 32)),

@@ -44,9 +44,6 @@ def in_row_tiles(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     if not batch_invariant() or not len(x):
         return op(x)
-    outs = []
-    for rows in x.split(ROW_TILE):
-        tile = rows.new_zeros(ROW_TILE, *rows.shape[1:])
-        tile[: len(rows)] = rows
-        outs.append(op(tile)[: len(rows)])
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    padded = x.new_zeros(-(-len(x) // ROW_TILE) * ROW_TILE, *x.shape[1:])
+    padded[: len(x)] = x
+    return torch.cat([op(tile) for tile in padded.split(ROW_TILE)])[: len(x)]

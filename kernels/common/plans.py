@@ -74,10 +74,6 @@ def equals(field: str, value: Any) -> Condition[Any]:
     return Condition(f"{field} == {value!r}", lambda problem, gpu: getattr(problem, field) == value)
 
 
-def above(field: str, value: float) -> Condition[Any]:
-    return Condition(f"{field} > {value}", lambda problem, gpu: getattr(problem, field) > value)
-
-
 def at_least(field: str, value: float) -> Condition[Any]:
     return Condition(f"{field} >= {value}", lambda problem, gpu: getattr(problem, field) >= value)
 
@@ -244,7 +240,8 @@ class Table(Generic[P]):
 
     def supports(self, row: Row[P], problem: P, gpu: GPU) -> bool:
         """Whether the kernel of a row can compute a problem."""
-        return self.kernels[row.kernel](problem, gpu)
+        supported = self.kernels[row.kernel]
+        return supported(problem, gpu)
 
     def candidates(self, problem: P, gpu: GPU) -> list[Row[P]]:
         """Rows whose kernel supports the problem, whatever their condition; each configuration once."""

@@ -284,9 +284,7 @@ def merge_fp8_blocks(q: Tensor, scale: Tensor, factor: int, block: int) -> tuple
         Values stay as they are where they are normal numbers under the larger scale. Smaller ones are rounded to
         multiples of 2**-9 of it, 2**18 times below the largest value that it allows.
     """
-    rows, cols = (-(-size // factor) for size in scale.shape)
-    padded = F.pad(scale, (0, cols * factor - scale.shape[1], 0, rows * factor - scale.shape[0]))
-    merged = padded.reshape(rows, factor, cols, factor).amax(dim=(1, 3))
+    merged = F.max_pool2d(scale[None], factor, ceil_mode=True)[0]
     spread = merged.repeat_interleave(factor, 0).repeat_interleave(factor, 1)
     ratio = scale / spread[: scale.shape[0], : scale.shape[1]]
     ratio = ratio.repeat_interleave(block, 0)[: q.shape[0]].repeat_interleave(block, 1)[:, : q.shape[1]]

@@ -55,7 +55,6 @@ from deepseek_attn.kernels.indexer.scores_triton import ScoreRows, ScoresShape, 
 from deepseek_attn.kernels.indexer.topk_triton import TopkRows, topk_kernel
 from deepseek_attn.kernels.indexer.types import (
     KEY_FORMATS,
-    MAX_TRITON_TOPK,
     SCORE_BYTES,
     TRITON_HEAD_DIM,
     CandidateBlocks,
@@ -197,16 +196,16 @@ def launch_scores(
     lists = table, keys.token_to_req, num_visible
     arguments = rows, *lists, T, width, skip, table.stride(0)
     if plan.kernel == "index_scores_hopper_kernel":
-        index_scores_hopper_kernel[grid](*arguments, PAGE=keys.entries, **launch_options(config.warps))
+        index_scores_hopper_kernel[grid](*arguments, PAGE=keys.entries, **launch_options())
     elif plan.kernel == "index_scores_decode_hopper_kernel":
         constants = {"PAGE": keys.entries, "TOKENS": config.tokens, "FP4": key_format == "fp4"}
-        index_scores_decode_hopper_kernel[grid](*arguments, **constants, **launch_options(config.warps, True))
+        index_scores_decode_hopper_kernel[grid](*arguments, **constants, **launch_options(pdl=True))
     else:
         shape = ScoresShape(
             H, dim, keys.entries, key_format, plan.native_fp8, TRITON_DTYPES[dtype], TRITON_DTYPES[queries.score_dtype],
             config.tokens, config.keys, config.stages,
         )  # fmt: skip
-        options = {"SHAPE": shape, "num_stages": config.stages, **plan.options}
+        options = {"SHAPE": shape, "num_stages": config.stages, **pdl_options(4, plan.pdl)}
         if candidates is None:
             index_scores_kernel[grid](*arguments, **options)
         else:
@@ -250,8 +249,6 @@ def topk_indices(scores: Tensor, lens: Tensor, k: int) -> Tensor:
     """`kernels.indexer.topk_indices` in Triton, for float32 scores."""
     check("scores", scores, ("T", "W"), torch.float32, rows=True)
     check("lens", lens, (len(scores),), INTS)
-    if not 0 <= k <= MAX_TRITON_TOPK:
-        raise ValueError(f"k must be in 0 .. {MAX_TRITON_TOPK}, got {k}: use reference.topk_indices for more")
     return launch_topk(scores, lens, torch.empty(len(scores), k, dtype=torch.int32, device=scores.device))
 
 

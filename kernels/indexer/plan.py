@@ -55,14 +55,12 @@ class ScoresConfig(NamedTuple):
     Attributes:
         tokens: of one program; keys: of one tile; stages: tiles that are in flight.
         splits: programs that share the keys of a request.
-        warps: of a program.
     """
 
     tokens: int
     keys: int
     stages: int
     splits: int
-    warps: int = 4
 
 
 @condition
@@ -80,14 +78,12 @@ def _groups_fill_gpu(p: ScoresProblem, gpu: GPU) -> bool:
 
 @condition
 def _many_keys(p: ScoresProblem, gpu: GPU) -> bool:
-    """With fewer keys the kernel is faster alone, but layers of 1, 8 and 32 requests took up to 3 % longer."""
-    return p.requests * p.width >= 1 << 18
+    """With fewer keys the kernel is faster alone, but layers of 1, 8 and 32 requests took up to 3 % longer.
 
-
-@condition
-def _long_lists(p: ScoresProblem, gpu: GPU) -> bool:
-    """8192 keys or more of each of eight requests: 0.97 of the time of V3.2's layer."""
-    return p.width >= 8192 and p.requests * p.width >= 1 << 16
+    8192 keys or more of each of eight requests are enough: 0.97 of the time of V3.2's layer
+    (h100_tune_v32.json: indexer.scores).
+    """
+    return p.requests * p.width >= (1 << 16 if p.width >= 8192 else 1 << 18)
 
 
 @cache
@@ -142,7 +138,6 @@ def _tile_keys(gpu: GPU) -> int:
 
 FP8, FP4, INVARIANT = equals("key_format", "fp8"), equals("key_format", "fp4"), has("batch_invariant")
 DECODE_SCORES = "index_scores_decode_hopper_kernel"
-FEW = "h200_few_scores.json: rows"
 # every kernel gives FP8 keys the same bits
 SCORES = Table(
     "indexer.scores",
@@ -153,9 +148,7 @@ SCORES = Table(
     },
     [
         Row(_groups_fill_gpu & ~INVARIANT, "index_scores_hopper_kernel", eight_tokens, "h200_index_scores.json: rows"),
-        Row(FP4, DECODE_SCORES, decode_tokens, FEW),
-        Row(_many_keys & ~INVARIANT, DECODE_SCORES, decode_tokens, FEW),
-        Row(_long_lists & ~INVARIANT, DECODE_SCORES, decode_tokens, "h100_tune_v32.json: indexer.scores"),
+        Row(FP4 | (_many_keys & ~INVARIANT), DECODE_SCORES, decode_tokens, "h200_few_scores.json: rows"),
         Row(has("exact"), "index_scores_kernel", exact_products),
         Row(ANY, "index_scores_kernel", tokens_in_turn, "h100_tune_v4_flash.json: indexer.scores"),
     ],
@@ -231,9 +224,7 @@ def long_rows(p: TopkProblem, gpu: GPU) -> TopkConfig:
     sample = max(min(next_power_of_2(wanted * p.width // target), 8192), 128 * warps)
     # a multiprocessor has room for two programs; for only one if its capacity, and so its registers, are larger
     fit = 2 * gpu.multiprocessors if capacity == 2048 else gpu.multiprocessors
-    splits = 1
-    while 2 * p.tokens * splits <= fit and 2 * splits * 8192 <= p.width and splits < 32:
-        splits *= 2
+    splits = 1 << (max(1, min(fit // p.tokens, p.width // 8192, 32)).bit_length() - 1)
     registers = 128 if p.tokens * splits > gpu.multiprocessors and warps < 32 else None
     return TopkConfig(splits, max(8192, 512 * warps), sample, capacity, 4 if splits == 1 else 1, warps, registers)
 

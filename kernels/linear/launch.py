@@ -227,5 +227,5 @@ def _launch_quantize(
         QuantizeInputs(x, out if scale is None else fp8_view(out), scale, positions, cos_sin, *strides),
         M,
         CONSTANTS=QuantizeConstants(*formats, tiles, plan.native_fp8, plan.pdl),
-        **launch_options(tiles.warps, plan.pdl),
+        **launch_options(pdl=plan.pdl),
     )

@@ -347,9 +347,8 @@ PRODUCTS: Table[LinearProblem] = Table(
     {DECODE: decode_products, HOPPER: hopper_products, TRITON: ANY},
     [
         Row(streams_weights & fills_gpu & LONG_JOBS & UP_TO_8, DECODE, whole_ring, RINGS),
-        Row(streams_weights & fills_gpu & (LONG_JOBS | FEW_CHANNELS), DECODE, half_ring, DECODE_DATA),
         Row(streams_weights & ~fills_gpu & fills_gpu_with_halves, DECODE, ring_of_half_tiles, DECODE_DATA),
-        Row(streams_weights & ~fills_gpu & ~fills_gpu_with_halves, DECODE, half_ring, DECODE_DATA),
+        Row(streams_weights & (~fills_gpu | LONG_JOBS | FEW_CHANNELS), DECODE, half_ring, DECODE_DATA),
         Row(QUANTIZES_OUTPUT, HOPPER, tiles_of_scaled_output, LAYERS),
         Row(~UP_TO_8, HOPPER, tiles_at_once, LAYERS),
         Row(BLOCKS_OF_32, HOPPER, tiles_at_once, "h200_v41_linears.json: rows"),
@@ -362,9 +361,9 @@ PRODUCTS: Table[LinearProblem] = Table(
 )
 
 
-def quantizer_tiles(rows: int, channels: int, warps: int) -> Callable[[RowsProblem, GPU], QuantizeTiles]:
+def quantizer_tiles(rows: int, channels: int) -> Callable[[RowsProblem, GPU], QuantizeTiles]:
     """Tiles of at most ``channels`` channels."""
-    return lambda problem, gpu: QuantizeTiles(rows, min(channels, max(128, next_power_of_2(problem.channels))), warps)
+    return lambda problem, gpu: QuantizeTiles(rows, min(channels, max(128, next_power_of_2(problem.channels))))
 
 
 QUANTIZED_DATA = "h100_tune_v4_flash.json: linear.quantize_input"
@@ -372,8 +371,8 @@ QUANTIZED_DATA = "h100_tune_v4_flash.json: linear.quantize_input"
 QUANTIZERS = one_kernel(
     "linear.quantize_input",
     "quantize_input_kernel",
-    (up_to("planned_rows", 64), quantizer_tiles(2, 256, 4), QUANTIZED_DATA),
-    (ANY, quantizer_tiles(8, 512, 4), QUANTIZED_DATA),
+    (up_to("planned_rows", 64), quantizer_tiles(2, 256), QUANTIZED_DATA),
+    (ANY, quantizer_tiles(8, 512), QUANTIZED_DATA),
 )
 
 

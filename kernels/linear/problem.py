@@ -174,11 +174,10 @@ class LinearDecodeTiles(NamedTuple):
 
 
 class QuantizeTiles(NamedTuple):
-    """Configuration of a launch of `quantize_input_kernel`: rows and channels of a program, and its warps."""
+    """Configuration of a launch of `quantize_input_kernel`: rows and channels of a program."""
 
     rows: int
     channels: int
-    warps: int
 
 
 @dataclass(frozen=True)

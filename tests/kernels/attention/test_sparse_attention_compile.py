@@ -172,7 +172,7 @@ def test_pieces_cover_both_parts():
     assert pieces(40, 40, 64) == ((0, 32), (32, 16))
 
 
-V4_PAGES = AttendProblem(1, 64, 512, 512, 128, 448, group=64)
+V4_PAGES = AttendProblem(1, 512, heads=64, d_v=512, width=128, nope=448, group=64)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES.values(), ids=CAPABILITIES)
@@ -180,7 +180,7 @@ def test_splits_fill_the_gpu_and_leave_no_program_without_keys(capability):
     for T in (1, 3, 8, 100, 5000):
         for H in (1, 16, 64, 128):
             for width in (1, 128, 640, 8320):
-                problem = replace(V4_PAGES, queries=T, heads=H, width=width)
+                problem = replace(V4_PAGES, rows=T, heads=H, width=width)
                 plan = plan_attend(problem, GPU(capability, 132))
                 blocks, tiles = -(-width // plan.attend.config.keys), T * -(-H // plan.attend.config.heads)
                 share = -(-blocks // plan.splits)
@@ -198,6 +198,6 @@ def test_splits_fill_the_gpu_and_leave_no_program_without_keys(capability):
 def test_few_keys_of_many_queries_are_not_split(T, H, width, splits, of_raw_q):
     """On Hopper, as measured in whole layers: from 22 blocks of 64 heads on, at most two more tiles of keys each."""
     for raw_q, expected in ((False, splits), (True, of_raw_q)):
-        plan = plan_attend(replace(V4_PAGES, queries=T, heads=H, width=width, raw_q=raw_q), H200)
+        plan = plan_attend(replace(V4_PAGES, rows=T, heads=H, width=width, raw_q=raw_q), H200)
         assert plan.attend.kernel == "attend_hopper_kernel"
         assert plan.splits == expected

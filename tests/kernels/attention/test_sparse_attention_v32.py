@@ -47,7 +47,7 @@ def test_v32_entries_compile(arch, shape):
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80")
 
 
-V32 = AttendProblem(1, 16, 576, 512, 2048, 512, group=128)
+V32 = AttendProblem(1, 576, heads=16, d_v=512, width=2048, nope=512, group=128)
 H200 = GPU((9, 0), 132)
 
 
@@ -58,7 +58,7 @@ H200 = GPU((9, 0), 132)
 )  # fmt: skip
 def test_how_hopper_attends(T, H, splits):
     """As measured on an H200: the warp-specialised kernel, in as many splits as multiprocessors run at once."""
-    plan = plan_attend(replace(V32, queries=T, heads=H), H200)
+    plan = plan_attend(replace(V32, rows=T, heads=H), H200)
     assert plan.attend.kernel == "attend_v32_hopper_kernel"
     assert plan.splits == splits
     assert T * -(-H // 64) * splits <= max(132, T * -(-H // 64))
@@ -75,7 +75,7 @@ def test_one_query_of_few_heads_stays_portable():
 
 @pytest.mark.parametrize("arch", [arch for arch in CAPABILITIES if arch != "sm90"])
 def test_other_gpus_stay_portable(arch):
-    assert plan_attend(replace(V32, queries=8), GPU(CAPABILITIES[arch], 132)).attend.kernel == "attend_kernel"
+    assert plan_attend(replace(V32, rows=8), GPU(CAPABILITIES[arch], 132)).attend.kernel == "attend_kernel"
 
 
 @pytest.mark.parametrize(("nope", "split"), tiered([(512, True), (512, False), (256, True)], [(512, True)]))
