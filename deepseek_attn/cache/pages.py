@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from operator import length_hint
 
 NULL_PAGE = 0
 
 
 class PageAllocator:
-    """Free list with reference counts; page 0 is never handed out."""
+    """Free list with reference counts; page 0 is never handed out. ``_unused``: pages above all that were held."""
 
     def __init__(self, pages: int):
         self._pages = pages
@@ -17,10 +18,10 @@ class PageAllocator:
 
     @property
     def available(self) -> int:
-        return len(self._free)
+        return len(self._free) + length_hint(self._unused)
 
     def allocate(self) -> int:
-        page = self._free.pop()
+        page = self._free.pop() if self._free else next(self._unused)
         self._references[page] = 1
         return page
 
@@ -39,7 +40,9 @@ class PageAllocator:
     def recount(self, held: Iterable[int]) -> None:
         """Recomputes counts and free list from the holders of pages; a page counts once per holder."""
         self._references: dict[int, int] = dict(Counter(held))
-        self._free = [page for page in range(self._pages - 1, NULL_PAGE, -1) if page not in self._references]
+        last = max(self._references, default=NULL_PAGE)
+        self._free = [page for page in range(last, NULL_PAGE, -1) if page not in self._references]
+        self._unused = iter(range(last + 1, self._pages))
 
 
 class OutOfPages(RuntimeError):

@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from deepseek_attn.config.defaults import MAX_COMPLETIONS, REPETITION_PENALTIES
+from deepseek_attn.config.defaults import MAX_COMPLETIONS, MAX_SNAPSHOTS, REPETITION_PENALTIES
 from deepseek_attn.utils.terminal import visible
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--max-model-len": (1, MOST),
     "--max-num-seqs": (1, MOST),
     "--max-num-batched-tokens": (1, MOST),
-    "--max-snapshots": (0, MOST),
+    "--max-snapshots": (0, MAX_SNAPSHOTS),
     "--prefill-workspace-rows": (1, MOST),
     "--chunk-size": (1, MOST),
     "--top": (1, MOST),

@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 import torch
 
+from deepseek_attn.config.defaults import MAX_SNAPSHOTS
 from deepseek_attn.config.model import AnyConfig
 
 
@@ -85,6 +86,8 @@ def check_sizes(
             problems.append(f"{name}={value!r}: must be an integer")
         elif value < least:
             problems.append(f"{name}={value}: must be at least {least}")
+    if is_integer(max_snapshots) and max_snapshots > MAX_SNAPSHOTS:
+        problems.append(f"max_snapshots={max_snapshots}: must be at most {MAX_SNAPSHOTS}")
     if is_integer(max_model_len) and max_model_len > config.max_position_embeddings:
         problems.append(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions")
     if kv_cache_bytes is not None and not is_integer(kv_cache_bytes):

@@ -140,16 +140,20 @@ def build_runner(
     with compiling_ahead(request) as compilation:
         model = family.build(layers, attention_only, max_model_len)
         layout = layout_of(model)
-        family.workspace_rows(model, layout)  # refuses options before weights are loaded
+        workspace_rows = family.workspace_rows(model, layout)  # refuses options before weights are loaded
         _trailing_parts(family, model, approximate_prefill)
         if expected_drafts:
             stored = any(name.startswith("mtp.") for name in canonical.entries())
             stages = 0 if isinstance(model, AttentionStack) or not stored else len(model.mtp)
             check_drafts(expected_drafts, stages, config, layout)
         check_cache(model, canonical.entries(), experts)
-        with _explained(layout):
-            if layout.nbytes() > total_memory(device):
-                raise MemoryError  # before weights are loaded
+        for explained, needed in (
+            (_explained(layout), layout.nbytes()),
+            (_explained_scratch(layout, workspace_rows), workspace_rows * family.spec.head_dim * dtype.itemsize),
+        ):
+            with explained:
+                if needed > total_memory(device):
+                    raise MemoryError  # before weights are loaded
         memory, host_memory = load_memory(device, parallel)
         report = load_model(model, canonical, layers, attention_only, progress, memory, host_memory)
         if not isinstance(model, AttentionStack) and not report.mtp_loaded and len(model.mtp):
@@ -159,7 +163,8 @@ def build_runner(
         with _explained(layout):
             pools = CachePools(layout, device)
         manager = CacheManager(pools)
-        workspace = _bind_layers(family, model, pools)
+        with _explained_scratch(layout, workspace_rows):
+            workspace = _bind_layers(family, model, pools)
         tables = _engram_tables(config, canonical, model, device)
         expert_files = ExpertFiles.open(model, experts, device, max_num_batched_tokens, local_ranks(parallel))
         expert_rows = hold_experts(model, config, experts, device, max_num_batched_tokens)
@@ -241,20 +246,27 @@ def _engram_tables(
 def _explained(layout: CacheLayout) -> AbstractContextManager[None]:
     """Context that explains a lack of memory for the caches."""
     sizes = (
-        f"{layout.nbytes():,} bytes of caches for max_num_seqs={layout.max_num_seqs} and "
-        f"max_model_len={layout.max_model_len}"
+        f"{layout.nbytes():,} bytes of caches for max_num_seqs={layout.max_num_seqs}, "
+        f"max_model_len={layout.max_model_len}, max_num_batched_tokens={layout.max_num_batched_tokens} and "
+        f"max_snapshots={layout.max_snapshots}"
     )
     return explain_out_of_memory(
         sizes, "lower these, or set a smaller kv_cache_bytes; `deepseek-attn plan` adds up their sizes"
     )
 
 
+def _explained_scratch(layout: CacheLayout, workspace_rows: int) -> AbstractContextManager[None]:
+    """Context that explains a lack of memory for the largest scratch memory of a step."""
+    steps = f"scratch memory of steps of max_num_batched_tokens={layout.max_num_batched_tokens}"
+    if not workspace_rows:
+        return explain_out_of_memory(steps, "lower it")
+    return explain_out_of_memory(f"{steps} and prefill_workspace_rows={workspace_rows}", "lower these")
+
+
 def _bind_layers(family: Family, model: Model, pools: CachePools) -> Workspace:
     """Gives the layers their caches, and a workspace of the largest scratch memory any of them can need."""
     workspace = Workspace(family.device)
-    tokens = f"scratch memory of steps of max_num_batched_tokens={pools.layout.max_num_batched_tokens}"
-    with explain_out_of_memory(tokens, "lower it"):
-        family.bind(model, pools, workspace)
+    family.bind(model, pools, workspace)
     workspace.lock()
     return workspace
 

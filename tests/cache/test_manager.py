@@ -59,6 +59,15 @@ def test_allocator_refuses_a_double_release():
     assert allocator.available == 1
 
 
+def test_allocator_takes_no_memory_for_pages_that_were_never_held():
+    allocator = PageAllocator(10**15)  # of a plan
+    allocator.recount([3, 3])
+    assert allocator.available == 10**15 - 2
+    assert [allocator.allocate() for _ in range(4)] == [1, 2, 4, 5]
+    allocator.release(2)
+    assert (allocator.allocate(), allocator.available) == (2, 10**15 - 6)
+
+
 # reserve, commit, free
 
 

@@ -432,6 +432,12 @@ def test_no_standard_input(checkpoint, place, capsys, monkeypatch):
         (("generate", "--prompt", "x", "--speculate", "9", "--max-num-batched-tokens", "8"), "supported are 1 to 7"),
         (("generate", "--prompt", "x", "--profile", "full"), "no trace can be written to full"),
         (("generate", "--prompt", "x", "--kv-cache-bytes", "900TB"), "a smaller kv_cache_bytes"),
+        (("generate", "--prompt", "x", "--max-num-batched-tokens", "9" * 12), f"max_num_batched_tokens={'9' * 12} and"),
+        (
+            ("generate", "--prompt", "x", "--prefill-workspace-rows", "9" * 12, "--fp8-mode", "separate"),
+            f"max_num_batched_tokens=2048 and prefill_workspace_rows={'9' * 12}: lower these",
+        ),
+        (("generate", "--prompt", "x", "--max-snapshots", "9999999"), "--max-snapshots 9999999: must be 0 to 1048576"),
         (("score", "--token-ids", "far.json", "--out", "o"), "token id 99999 is not in the vocabulary"),
         (("score", "--token-ids", "ids.json", "--out", "o", "--records", "file"), "the folder 'file' cannot be made"),
         (("inspect", "--token-ids", "1,99999", "--out", "o.html"), "token id 99999 is not in the vocabulary"),
