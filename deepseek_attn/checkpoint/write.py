@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.text.tokenizer_files import write_tokenizer
 from deepseek_attn.utils.files import TensorBlocks, appearing, store_tensors
 from deepseek_attn.utils.hub import check_path
+from deepseek_attn.utils.sizes import show_bytes
 
 SHARD_BYTES = 5 * 10**9
 
@@ -47,7 +50,7 @@ def write_checkpoint(
 
     Raises:
         ValueError: the directory holds something, the number of shards is impossible, or the tokenizer does not fit the
-            config (``vocab_size`` too small, BOS and EOS not 0 and 1).
+            config (``vocab_size`` too small, BOS and EOS not 0 and 1), or the disk lacks the space.
     """
     check_path(directory, "a checkpoint is named by its folder")
     entries = source.entries()
@@ -65,13 +68,16 @@ def write_checkpoint(
 
 
 def write_shards(folder: Path, source: CheckpointSource, shards: list[list[str]]) -> None:
-    """Writes the tensors of each shard to a file, and their index."""
+    """Writes the tensors of each shard to a file, and their index. OSError, before any: the disk lacks the space."""
     entries, weight_map = source.entries(), {}
+    total, disk = sum(info.nbytes for info in entries.values()), shutil.disk_usage(folder)
+    if disk.free < total and disk.total:  # some network file systems name no sizes
+        reason = f"it takes {show_bytes(total)}, and {show_bytes(disk.free)} are free"
+        raise OSError(errno.ENOSPC, reason, str(folder))
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(folder / file, source, {name: entries[name] for name in names})
         weight_map.update(dict.fromkeys(names, file))
-    total = sum(info.nbytes for info in entries.values())
     write_config_file(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import sys
 import pytest
 import torch
 
+from deepseek_attn.checkpoint import write
 from deepseek_attn.checkpoint.safetensors_source import SafetensorsSource
 from deepseek_attn.cli import COMMANDS, main
 from deepseek_attn.config.model import ModelConfig
@@ -358,6 +360,15 @@ def test_a_checkpoint_cannot_replace_a_mount_point(place, capsys, monkeypatch):
     monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == "volume")
     message = refused(capsys, place, "make-checkpoint", "--out", "volume")
     assert "volume is a mount point, which cannot appear as a whole: name a new folder in it" in message
+
+
+@pytest.mark.parametrize("command", ["make-checkpoint --out new", "crop --model {MODEL} --out new --layers 0"])
+def test_a_checkpoint_larger_than_the_disk(checkpoint, place, capsys, monkeypatch, command):
+    usage = shutil.disk_usage(place)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(write, "_write_shard", lambda *args: pytest.fail("a shard is written"))
+    message = refused(capsys, place, *command.replace("{MODEL}", str(checkpoint)).split())
+    assert re.search(r"'new' cannot be written: it takes \S+ MB, and 1 KB are free", message)
 
 
 def test_a_file_that_cannot_be_written(checkpoint, place, capsys, monkeypatch):
