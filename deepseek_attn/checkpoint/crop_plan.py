@@ -130,7 +130,9 @@ def _check_layers(config: AnyConfig, layers: Iterable[int] | None) -> tuple[int,
     given = list(layers)
     wrong = [layer for layer in given if not is_integer(layer) or not 0 <= layer < count]
     if wrong or not given:
-        raise ValueError(f"layers={given}: {config.model_type} has layers 0 to {count - 1} here; name at least one")
+        raise ValueError(
+            f"layers={given!s:.80}: {config.model_type} has layers 0 to {count - 1} here; name at least one"
+        )
     chosen, needed = sorted(set(given)), config.with_sources(given)
     if missing := sorted(set(needed) - set(chosen)):
         raise ValueError(

@@ -249,7 +249,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--query-tokens": (1, MOST),
     "--prompt": (2, MOST),  # of ``bench engine``, as the next one
     "--tokens": (2, MOST),
-    "--vocab": (1, MOST),
+    "--vocab": (1, 2**22),
     "--drafts": (0, MOST_DRAFTS),
     "--acceptance": (0, 1),
     "--speculate": (0, MOST_DRAFTS),

@@ -95,13 +95,13 @@ def check_sizes(
     count = config.num_hidden_layers
     wrong = [layer for layer in layers or [] if not is_integer(layer)]
     if wrong:
-        problems.append(f"layers={layers}: {wrong[0]!r} is not an integer")
+        problems.append(f"layers={layers!s:.80}: {wrong[0]!r:.80} is not an integer")
         layers = None
     if layers is not None and (not layers or len(set(layers)) < len(layers)):
-        problems.append(f"layers={layers}: name at least one layer, each once")
+        problems.append(f"layers={layers!s:.80}: name at least one layer, each once")
     outside = [layer for layer in layers or [] if not 0 <= layer < count]
     if outside:
-        problems.append(f"layers {outside} do not exist: the model has layers 0 to {count - 1}")
+        problems.append(f"layers {outside!s:.80} do not exist: the model has layers 0 to {count - 1}")
     if problems:
         raise ValueError("invalid options:\n  - " + "\n  - ".join(problems))
 

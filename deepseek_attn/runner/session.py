@@ -55,7 +55,9 @@ class LayerSession:
         self.layers = loaded if layers is None else as_list(layers, "layers: numbers of layers")
         missing = [layer for layer in self.layers if layer not in loaded]
         if missing or not self.layers or len(set(self.layers)) < len(self.layers):
-            raise ValueError(f"layers={self.layers}: this runner holds layers {loaded}; name at least one, each once")
+            raise ValueError(
+                f"layers={self.layers!s:.80}: this runner holds layers {loaded}; name at least one, each once"
+            )
         check_decode_query_len(decode_query_len)
         self.runner, self.turns = runner, runner.turns
         self.decode_query_len = runner.decode_query_len if decode_query_len is None else decode_query_len

@@ -306,6 +306,8 @@ def test_inspect(checkpoint, place, capsys, flags, message):
         ("bench layer --backends ,", "argument --backends: ',': write names with commas between them"),
         (f"bench layer --batch 1,{'9' * 5000}", "write integers with commas between them"),
         (f"bench layer --context 5 --batch {2**62}", "out of memory"),
+        ("bench structured --vocab 99999999999", "--vocab 99999999999: must be 1 to 4194304"),
+        ("bench model --layers 0-99999", "14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, do not exist: the model"),
         ("plan --gpu h200 --ranks 0", "--ranks 0: must be 1 to 65536"),
         ("plan --gpu h200 --ranks -1", "--ranks -1: must be 1 to 65536"),
         ("plan --gpu h200 --context 0", "--context 0: must be at least 1"),

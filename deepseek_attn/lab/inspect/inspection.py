@@ -138,7 +138,7 @@ def choose_reads(
     watched = list(held) if layers is None else as_list(layers, "layers: numbers of layers")
     wrong = [layer for layer in watched if not is_integer(layer) or layer not in held]
     if wrong or not watched or len(set(watched)) < len(watched):
-        raise ValueError(f"layers={watched}: there are layers {list(held)}; name at least one, each once")
+        raise ValueError(f"layers={watched!s:.80}: there are layers {list(held)}; name at least one, each once")
     per_query = top * sum(_rows_per_query(config, held[layer]) for layer in watched)
     limit = MAX_WEIGHTS // per_query
     remedy = f"choose fewer layers than {len(watched)} or a smaller top than {top}"
