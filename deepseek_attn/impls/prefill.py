@@ -11,7 +11,7 @@ from torch import Tensor
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, selected_entries
 from deepseek_attn.impls.metadata import StepMetadata, without_columns
-from deepseek_attn.kernels.attention import dequantize_and_gather_k_cache
+from deepseek_attn.kernels.attention import RequestEntries, dequantize_and_gather_k_cache
 from deepseek_attn.kernels.indices import IndexRows, combine_topk_swa_indices
 
 MIN_HEADS_FOR_BF16_PREFILL = 32
@@ -87,14 +87,14 @@ def plan_prefill_chunks(seq_lens: Tensor, gather_lens: Tensor, ratio: int, capac
 def gather_keys(layer: AttentionLayer, step: StepMetadata, chunk: PrefillChunk, kv: Tensor) -> None:
     """Fills ``kv [requests, rows_per_request, head_dim]``: entries from row 0, the window from row ``N``."""
     requests, batch = chunk.requests, slice(step.num_decodes + chunk.first, step.num_decodes + chunk.last)
-    if layer.kv_cache is not None:
-        sparse, pool = step.sparse[layer.compress_ratio], layer.kv_cache
-        lens, table = step.prefill_entry_lens[layer.compress_ratio][requests], sparse.block_table[batch]
-        dequantize_and_gather_k_cache(kv, pool.record, pool.tensor, lens, None, table, sparse.block_size, 0)
-    if layer.swa_cache is not None and step.swa is not None:
-        pool, table, page = layer.swa_cache, step.swa.block_table[batch], step.swa.block_size
+    if (pool := layer.kv_cache) is not None:
+        sparse, lens = step.sparse[layer.compress_ratio], step.prefill_entry_lens[layer.compress_ratio][requests]
+        entries = RequestEntries(pool.record, pool.tensor, sparse.block_size, sparse.block_table[batch], lens, None)
+        dequantize_and_gather_k_cache(kv, entries, 0)
+    if (pool := layer.swa_cache) is not None and (swa := step.swa) is not None:
         lens, window_lens = step.prefill_seq_lens[requests], step.prefill_gather_lens[requests]
-        dequantize_and_gather_k_cache(kv, pool.record, pool.tensor, lens, window_lens, table, page, chunk.N)
+        window = RequestEntries(pool.record, pool.tensor, swa.block_size, swa.block_table[batch], lens, window_lens)
+        dequantize_and_gather_k_cache(kv, window, chunk.N)
 
 
 def merged_indices(

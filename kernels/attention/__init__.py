@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from deepseek_attn.cache.record import Record
-from deepseek_attn.kernels.attention.types import PagedKeys
+from deepseek_attn.kernels.attention.types import PagedKeys, RequestEntries
 from deepseek_attn.kernels.common.dispatch import LazyModule, runs_triton
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.raw_queries import RawQueries
@@ -141,25 +140,13 @@ def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None
     return torch_ops.causal_attention(q, kv, scale, d_v)
 
 
-def dequantize_and_gather_k_cache(
-    out: Tensor,
-    record: Record,
-    pool: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor | None,
-    block_table: Tensor,
-    block_size: int,
-    offset: int,
-) -> None:
+def dequantize_and_gather_k_cache(out: Tensor, requests: RequestEntries, offset: int) -> None:
     """Copies the last ``gather_lens[r]`` entries of each request to ``out[r, offset:]``, in order, dequantised.
 
     Args:
         out: ``[b, M, dim]`` workspace with contiguous rows of a float dtype; rows that are not written keep their
             values.
-        record, pool: byte layout and pages, as in `PagedKeys`; block_size: entries per page.
-        seq_lens: int ``[b]`` entries (not tokens) of each request.
-        gather_lens: int ``[b]`` entries to copy, or None for all.
-        block_table: int32 ``[b, pages]`` page ids; a negative page gives zeros.
+        requests: ``b`` requests, and their entries to copy.
         offset: first row written in each request's part of the workspace.
 
     Raises:
@@ -167,5 +154,4 @@ def dequantize_and_gather_k_cache(
             on the host, also refuses lengths that exceed a request, the workspace or the block table; on a GPU, where
             nothing waits, rows that do not fit are not copied and entries beyond the block table become zeros.
     """
-    ops = triton_ops if runs_triton(out) else torch_ops
-    ops.dequantize_and_gather_k_cache(out, record, pool, seq_lens, gather_lens, block_table, block_size, offset)
+    (triton_ops if runs_triton(out) else torch_ops).dequantize_and_gather_k_cache(out, requests, offset)

@@ -30,7 +30,7 @@ from deepseek_attn.kernels.attention.attend_v32_hopper import attend_v32_hopper_
 from deepseek_attn.kernels.attention.gather_triton import EntryShape, GatherPool, GatherRows, gather_kernel
 from deepseek_attn.kernels.attention.plan import GATHER, AttendPlan, AttendProblem, plan_attend
 from deepseek_attn.kernels.attention.reference import check_attention, check_gather, value_dim
-from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys
+from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys, RequestEntries
 from deepseek_attn.kernels.common.checks import check, contiguous_rows
 from deepseek_attn.kernels.common.device import FLOATS, LOG2E, fp8_view, gpu
 from deepseek_attn.kernels.common.plans import RowsProblem, cdiv, launch_options
@@ -158,12 +158,10 @@ def launch(
             torch.amax(parts.largest, 1, out=outputs.largest)
 
 
-def dequantize_and_gather_k_cache(
-    out: Tensor, record: Record, pool: Tensor, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor,
-    block_size: int, offset: int,
-) -> None:  # fmt: skip
+def dequantize_and_gather_k_cache(out: Tensor, requests: RequestEntries, offset: int) -> None:
     """`kernels.attention.dequantize_and_gather_k_cache`; a CUDA graph may hold the launch."""
-    check_gather(out, record, seq_lens, gather_lens, block_table)
+    check_gather(out, requests)
+    record, pool, block_size, block_table, seq_lens, gather_lens = requests
     b, M, _ = out.shape
     layout, plain, max_rows = _entry_layout(record, block_size), record.name == "plain", M - offset
     raw_dtype = record.dtype if plain else torch.bfloat16

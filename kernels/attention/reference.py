@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepseek_attn.cache.record import Record
-from deepseek_attn.kernels.attention.types import PagedKeys
+from deepseek_attn.kernels.attention.types import PagedKeys, RequestEntries
 from deepseek_attn.kernels.common.blocks import SCRATCH_BYTES, row_blocks, rows_per_block, value_range
 from deepseek_attn.kernels.common.checks import INTS, check
 from deepseek_attn.kernels.common.device import FLOATS
@@ -369,18 +368,10 @@ def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None
     return out
 
 
-def dequantize_and_gather_k_cache(
-    out: Tensor,
-    record: Record,
-    pool: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor | None,
-    block_table: Tensor,
-    block_size: int,
-    offset: int,
-) -> None:
+def dequantize_and_gather_k_cache(out: Tensor, requests: RequestEntries, offset: int) -> None:
     """`kernels.attention.dequantize_and_gather_k_cache`; lengths are read on the host, once per call."""
-    check_gather(out, record, seq_lens, gather_lens, block_table)
+    check_gather(out, requests)
+    record, pool, block_size, block_table, seq_lens, gather_lens = requests
     (_, M, dim), lens = out.shape, seq_lens if gather_lens is None else gather_lens
     seq_list, len_list = seq_lens.tolist(), lens.tolist()
     _check_lengths(seq_list, len_list, M - offset, block_table.shape[1] * block_size)
@@ -392,14 +383,12 @@ def dequantize_and_gather_k_cache(
             out[r, offset + start : offset + end] = record.gather(pool, block_size, slots, out.dtype)
 
 
-def check_gather(
-    out: Tensor, record: Record, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor
-) -> None:
+def check_gather(out: Tensor, requests: RequestEntries) -> None:
     """Raises ValueError unless a workspace, lengths and a block table are of the same requests."""
-    check("out", out, ("b", "M", record.dim), FLOATS, rows=True)
-    check("seq_lens", seq_lens, (len(out),))
-    check("gather_lens", gather_lens, (len(out),))
-    check("block_table", block_table, (len(out), "pages"), rows=True)
+    check("out", out, ("b", "M", requests.record.dim), FLOATS, rows=True)
+    check("seq_lens", requests.seq_lens, (len(out),))
+    check("gather_lens", requests.gather_lens, (len(out),))
+    check("block_table", requests.block_table, (len(out), "pages"), rows=True)
 
 
 def _check_lengths(seq_lens: list[int], gather_lens: list[int], max_rows: int, table_entries: int) -> None:

@@ -28,6 +28,24 @@ class PagedKeys(NamedTuple):
     lens: Tensor | None = None
 
 
+class RequestEntries(NamedTuple):
+    """Entries of ``b`` requests in the pages of a pool.
+
+    Attributes:
+        record, pool: byte layout and pages, as in `PagedKeys`; entries: per page.
+        block_table: int32 ``[b, pages]`` page ids; a negative page gives zeros.
+        seq_lens: int ``[b]`` entries (not tokens) of each request.
+        gather_lens: int ``[b]``, the last entries that are copied, or None for all.
+    """
+
+    record: Record
+    pool: Tensor
+    entries: int
+    block_table: Tensor
+    seq_lens: Tensor
+    gather_lens: Tensor | None
+
+
 @dataclass(frozen=True)
 class EntryLayout:
     """Where the channels of an entry are; a constant of the kernels.

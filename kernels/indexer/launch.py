@@ -110,7 +110,6 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> SharedLaunch:
     check_index_rows(rows)
     q, weights, cos_sin, fmt, dim = rows.q, rows.weights, rows.cos_sin, rows.key_format, TRITON_HEAD_DIM
     T, H = weights.shape
-    check("q", q, (T, dim * H))
     out = torch.empty(T, H, dim, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
     out_weights = torch.empty(T, H, dtype=torch.float32, device=q.device)
     plan = QUERIES.plan(KernelRows(T, dim, kernel=kernel), gpu(q.device))
@@ -262,7 +261,7 @@ def launch_topk(
     """
     if not out.numel():
         return out
-    plan = TOPK.plan(TopkProblem(len(scores), scores.shape[1], out.shape[1]), gpu(scores.device))
+    plan = TOPK.plan(TopkProblem(len(scores), scores.shape[1], k=out.shape[1]), gpu(scores.device))
     (T, W), device, config = scores.shape, scores.device, plan.config
     # the kernel takes pointers even if PAGE disables their use
     table, requests, slots, page_entries = out, lens, out, 0

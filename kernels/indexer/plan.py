@@ -11,6 +11,7 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     LaunchBlock,
     Row,
+    RowsProblem,
     Table,
     cdiv,
     channel_block,
@@ -162,12 +163,10 @@ CANDIDATE_SCORES = one_kernel(
 # --- top-k ---
 
 
-@dataclass(frozen=True)
-class TopkProblem:
-    """The ``k`` highest of up to ``width`` scores, in ``tokens`` rows."""
+@dataclass(frozen=True, kw_only=True)
+class TopkProblem(RowsProblem):
+    """The ``k`` highest of up to ``channels`` scores in each row."""
 
-    tokens: int
-    width: int
     k: int
 
     @property
@@ -178,7 +177,7 @@ class TopkProblem:
     @property
     def rows_in_registers(self) -> bool:
         """A program has room for every column of its row as a candidate."""
-        return self.width <= self.least_capacity
+        return self.channels <= self.least_capacity
 
 
 @dataclass(frozen=True)
@@ -207,25 +206,25 @@ class TopkConfig:
 
 def short_rows(p: TopkProblem, gpu: GPU) -> TopkConfig:
     """A program holds its row. Many rows: fewer threads, which wait less for each other."""
-    capacity = min(p.least_capacity, max(next_power_of_2(p.width), 1024))
-    warps = max(capacity // 1024, 2) if 4 * gpu.multiprocessors < p.tokens else max(capacity // 512, 4)
-    registers = 128 if gpu.multiprocessors < p.tokens else None
+    capacity = min(p.least_capacity, max(next_power_of_2(p.channels), 1024))
+    warps = max(capacity // 1024, 2) if 4 * gpu.multiprocessors < p.rows else max(capacity // 512, 4)
+    registers = 128 if gpu.multiprocessors < p.rows else None
     return TopkConfig(1, 512 * warps, 128 * warps, capacity, 4, warps, registers)
 
 
 def long_rows(p: TopkProblem, gpu: GPU) -> TopkConfig:
     """A sample of the row gives a bound; so many of its scores reach it that ``k`` of the row do, too."""
     capacity = p.least_capacity
-    if p.width > 2**16:
+    if p.channels > 2**16:
         capacity = max(capacity, 4096, min(8 * next_power_of_2(p.k), 8192))  # so that a small sample is enough
     warps = max(capacity // 512, 8)
     target = capacity // 2
     wanted = 32 if target >= 4 * p.k else 64
-    sample = max(min(next_power_of_2(wanted * p.width // target), 8192), 128 * warps)
+    sample = max(min(next_power_of_2(wanted * p.channels // target), 8192), 128 * warps)
     # a multiprocessor has room for two programs; for only one if its capacity, and so its registers, are larger
     fit = 2 * gpu.multiprocessors if capacity == 2048 else gpu.multiprocessors
-    splits = 1 << (max(1, min(fit // p.tokens, p.width // 8192, 32)).bit_length() - 1)
-    registers = 128 if p.tokens * splits > gpu.multiprocessors and warps < 32 else None
+    splits = 1 << (max(1, min(fit // p.rows, p.channels // 8192, 32)).bit_length() - 1)
+    registers = 128 if p.rows * splits > gpu.multiprocessors and warps < 32 else None
     return TopkConfig(splits, max(8192, 512 * warps), sample, capacity, 4 if splits == 1 else 1, warps, registers)
 
 

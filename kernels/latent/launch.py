@@ -9,7 +9,7 @@ from deepseek_attn.kernels.common.device import fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
 from deepseek_attn.kernels.common.plans import SharedLaunch, cdiv, launch_options
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
-from deepseek_attn.kernels.common.rows import check_rotation, fp8_rows
+from deepseek_attn.kernels.common.rows import fp8_rows
 from deepseek_attn.kernels.latent.absorb_triton import (
     AbsorbArguments,
     AbsorbShape,
@@ -32,7 +32,7 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
         absorb_queries_kernel[grid](rows, SHAPE=shape, **plan.product.options)
         return out
     # cuBLAS writes the latent channels of the result's rows, and the rotation fills their other channels
-    (heads, nope, rank), warps = queries.weight.shape, plan.rotation.config.warps
+    (heads, nope, rank), warps = queries.weight.rows.shape, plan.rotation.config.warps
     plain, q = dequantize_weight(queries.weight, out.dtype, plan), queries.q.unflatten(-1, (heads, -1))
     _multiply_heads(q[..., :nope], plain, out[:, :heads, :rank], plan)
     rotate_queries_kernel[(len(out), cdiv(out.shape[1], shape.TILES.heads))](
@@ -49,8 +49,7 @@ def absorb_launch(queries: LatentQueries) -> SharedLaunch:
     """
     check_queries(queries)
     q, weight, cos_sin, positions, padded_heads = queries
-    (heads, nope, rank), T, rope = weight.shape, len(q), cos_sin.shape[1]
-    check_rotation(rope, cos_sin)
+    (heads, nope, rank), T, rope = weight.rows.shape, len(q), cos_sin.shape[1]
     plan = plan_absorb(_problem(q, weight), gpu(q.device))
     out = torch.empty(T, padded_heads, rank + rope, dtype=q.dtype, device=q.device)
     rows = AbsorbArguments(
@@ -66,7 +65,7 @@ def absorb_launch(queries: LatentQueries) -> SharedLaunch:
 def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | None = None) -> ProjectedValues:
     """See `kernels.latent.project_values`."""
     check_latents(latents, weight)
-    T, (heads, dim, rank) = len(latents), weight.shape
+    T, (heads, dim, rank) = len(latents), weight.rows.shape
     plan = plan_values(_problem(latents, weight, pow2_scales is not None), gpu(latents.device))
     out = torch.empty(T, heads * dim, dtype=latents.dtype, device=latents.device)
     buffers = empty_quantized_rows(T, heads * dim, out.device, pow2_scales is True) if plan.quantized else None
@@ -88,16 +87,16 @@ def project_values(latents: Tensor, weight: LatentWeight, pow2_scales: bool | No
 
 
 def _problem(x: Tensor, weight: LatentWeight, quantize: bool = False) -> LatentProblem:
-    fp8 = weight.scale is not None
-    return LatentProblem(len(x), weight.shape[1], batch_invariant(), dtype=x.dtype, fp8_weight=fp8, quantize=quantize)
+    nope, fp8 = weight.rows.shape[1], weight.scale is not None
+    return LatentProblem(len(x), nope, batch_invariant(), dtype=x.dtype, fp8_weight=fp8, quantize=quantize)
 
 
 def dequantize_weight(weight: LatentWeight, dtype: torch.dtype, plan: LatentPlan) -> Tensor:
     """`reference.dequantize_weight` in Triton; a plain weight is returned as it is."""
     if plan.dequantize is None:
         return weight.rows
-    heads, height, rank = weight.shape
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.rows.device)
+    heads, height, rank = weight.rows.shape
+    out = torch.empty(weight.rows.shape, dtype=dtype, device=weight.rows.device)
     options = {"NATIVE_FP8": plan.product.native_fp8, **launch_options(plan.dequantize.config.warps)}
     latent_dequantize_kernel[(heads, height // WEIGHT_BLOCK, rank // WEIGHT_BLOCK)](
         _stored(weight), out, HEIGHT=height, RANK=rank, WEIGHT=_strides(weight), **options

@@ -23,7 +23,7 @@ def dequantize_weight(weight: LatentWeight, dtype: torch.dtype) -> Tensor:
 def absorb_queries(queries: LatentQueries) -> Tensor:
     """See `kernels.latent.absorb_queries`."""
     check_queries(queries)
-    heads, nope, _ = queries.weight.shape
+    heads, nope, _ = queries.weight.rows.shape
     q = apply_rope(queries.q.unflatten(-1, (heads, -1)), freqs_cis_at(queries.cos_sin, queries.positions))
     latent = torch.bmm(q[..., :nope].transpose(0, 1), dequantize_weight(queries.weight, q.dtype)).transpose(0, 1)
     rows = torch.cat([latent, q[..., nope:]], dim=-1)
@@ -43,7 +43,7 @@ def check_queries(queries: LatentQueries) -> None:
     """Raises ValueError unless queries, weight, table and positions fit together."""
     q, weight, cos_sin, positions, padded_heads = queries
     _check_weight("[heads, nope, rank] in the dtype of q", weight, q)
-    (heads, nope, _), rope = weight.shape, cos_sin.shape[1]
+    (heads, nope, _), rope = weight.rows.shape, cos_sin.shape[1]
     check("q", q, ("T", heads * (nope + rope)), FLOATS, rows=True)
     if padded_heads < heads or rope % 2:
         raise ValueError(
@@ -56,7 +56,7 @@ def check_queries(queries: LatentQueries) -> None:
 def check_latents(latents: Tensor, weight: LatentWeight) -> None:
     """Raises ValueError unless latents have the heads and channels of the weight."""
     _check_weight("[heads, v_head_dim, rank] in the dtype of the latents", weight, latents)
-    heads, _, rank = weight.shape
+    heads, _, rank = weight.rows.shape
     check("latents", latents, ("T", f"at least {heads}", rank), FLOATS, rows=True)
     if latents.shape[1] < heads:
         raise ValueError(f"latents must have at least {heads} heads, got {list(latents.shape)}")

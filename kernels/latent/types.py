@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.quant import QuantizedRows
@@ -27,10 +26,6 @@ class LatentWeight(NamedTuple):
 
     rows: Tensor
     scale: Tensor | None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.rows.shape
 
 
 class LatentQueries(NamedTuple):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from deepseek_attn.kernels.attention.reference import dequantize_and_gather_k_cache
+from deepseek_attn.kernels.attention import reference
+from deepseek_attn.kernels.attention.types import RequestEntries
 from tests.support.typed import untyped
 
 
@@ -18,6 +19,18 @@ class Rows:
 
 
 ROWS, DIM = untyped(Rows()), Rows.dim
+
+
+def gathered(op):
+    """`dequantize_and_gather_k_cache` of an implementation, with the fields of `RequestEntries` among its arguments."""
+
+    def gather(out, record, pool, seq_lens, gather_lens, table, entries, offset):
+        op(out, RequestEntries(record, pool, entries, table, seq_lens, gather_lens), offset)
+
+    return gather
+
+
+gather = gathered(reference.dequantize_and_gather_k_cache)
 
 
 def make_cache(lengths, block_size, seed=0):
@@ -41,7 +54,7 @@ def test_gather_writes_the_last_entries_and_nothing_else(block_size, tail):
     pool, table, entries = make_cache(lengths, block_size)
     out = torch.full((4, 140, DIM), 7.0, dtype=torch.bfloat16)
     gather_lens = None if tail is None else torch.tensor([min(n, tail) for n in lengths])
-    dequantize_and_gather_k_cache(out, ROWS, pool, torch.tensor(lengths), gather_lens, table, block_size, 6)
+    gather(out, ROWS, pool, torch.tensor(lengths), gather_lens, table, block_size, 6)
     for r, n in enumerate(lengths):
         g = n if tail is None else min(n, tail)
         assert torch.equal(out[r, 6 : 6 + g], entries[r][n - g :].bfloat16())
@@ -53,7 +66,7 @@ def test_gather_into_a_strided_workspace_with_a_sliced_table():
     pool, table, entries = make_cache([9, 4], 2)
     wide = torch.cat([table, table], 1)[:, : table.shape[1]]
     arena = torch.zeros(2, 12, 2 * DIM)
-    dequantize_and_gather_k_cache(arena[:, :, :DIM], ROWS, pool, torch.tensor([9, 4]), None, wide, 2, 1)
+    gather(arena[:, :, :DIM], ROWS, pool, torch.tensor([9, 4]), None, wide, 2, 1)
     assert torch.equal(arena[0, 1:10, :DIM], entries[0])
     assert torch.equal(arena[1, 1:5, :DIM], entries[1])
     assert arena[:, :, DIM:].eq(0).all()
@@ -61,9 +74,9 @@ def test_gather_into_a_strided_workspace_with_a_sliced_table():
 
 def test_gather_nothing():
     pool, table, _ = make_cache([3], 2)
-    dequantize_and_gather_k_cache(torch.empty(0, 4, DIM), ROWS, pool, torch.tensor([]), None, table[:0], 2, 0)
+    gather(torch.empty(0, 4, DIM), ROWS, pool, torch.tensor([]), None, table[:0], 2, 0)
     out = torch.ones(1, 4, DIM)
-    dequantize_and_gather_k_cache(out, ROWS, pool, torch.tensor([3]), torch.tensor([0]), table, 2, 4)
+    gather(out, ROWS, pool, torch.tensor([3]), torch.tensor([0]), table, 2, 4)
     assert out.eq(1).all()
 
 
@@ -74,6 +87,4 @@ def test_gather_nothing():
 def test_gather_refuses(seq_len, length, offset, message):
     pool, table, _ = make_cache([3], 2)
     with pytest.raises(ValueError, match=message):
-        dequantize_and_gather_k_cache(
-            torch.zeros(1, 4, DIM), ROWS, pool, torch.tensor([seq_len]), torch.tensor([length]), table, 2, offset
-        )
+        gather(torch.zeros(1, 4, DIM), ROWS, pool, torch.tensor([seq_len]), torch.tensor([length]), table, 2, offset)

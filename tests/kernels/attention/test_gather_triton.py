@@ -6,11 +6,14 @@ import torch
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp8Record, PlainRecord
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
-from deepseek_attn.kernels.attention.reference import dequantize_and_gather_k_cache
+from tests.kernels.attention.test_gather import gathered
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.attention import launch as gather
+from deepseek_attn.kernels.attention import launch, reference
+
+dequantize_and_gather_k_cache = gathered(reference.dequantize_and_gather_k_cache)
+gather_on_gpu = gathered(launch.dequantize_and_gather_k_cache)
 
 RECORDS = {
     "V4": Fp8DsMlaRecord(448, 64),
@@ -56,7 +59,7 @@ def test_gather_is_the_same_bits(gpu, name, n, dtype):
         lens = None if tail is None else seq_lens.clamp(max=tail)
         wide = torch.full((2, 4, 150, record.dim + 8), 7.0, dtype=dtype, device=gpu)
         got, expected = wide[..., 8:] if name == "fp32" else wide[..., : record.dim]
-        gather.dequantize_and_gather_k_cache(got, record, pool, seq_lens, lens, table, n, 6)
+        gather_on_gpu(got, record, pool, seq_lens, lens, table, n, 6)
         dequantize_and_gather_k_cache(expected, record, pool, seq_lens, lens, table, n, 6)
         assert torch.equal(wide[0], wide[1])
         assert got.isfinite().all()
@@ -69,7 +72,7 @@ def test_what_does_not_fit_is_left_out(gpu):
     out = torch.full((3, 20, record.dim), 7.0, device=gpu)
     seq_lens = torch.tensor([40, 9], dtype=torch.int32, device=gpu)
     table[1, 1] = -1
-    gather.dequantize_and_gather_k_cache(out[:2, :16], record, pool, seq_lens, None, table, 4, 3)
+    gather_on_gpu(out[:2, :16], record, pool, seq_lens, None, table, 4, 3)
     assert out[0, :3].eq(7).all()
     assert out[0, 3:16].ne(7).any(1).all()
     assert out[0, 16:].eq(7).all()
@@ -77,7 +80,7 @@ def test_what_does_not_fit_is_left_out(gpu):
     assert out[1, 12:].eq(7).all()
     assert out[2].eq(7).all()
     out.fill_(7)
-    gather.dequantize_and_gather_k_cache(out[:2], record, pool, seq_lens, None, table[:, :2].contiguous(), 4, 0)
+    gather_on_gpu(out[:2], record, pool, seq_lens, None, table[:, :2].contiguous(), 4, 0)
     assert out[0, 8:].eq(0).all()
 
 
@@ -90,7 +93,7 @@ def test_every_byte(gpu):
     data[0], scales[0] = codes, codes[:, None]
     out = torch.zeros(2, 1, 256, 256, device=gpu)
     lens, table = torch.tensor([256], device=gpu), torch.zeros(1, 1, dtype=torch.int32, device=gpu)
-    gather.dequantize_and_gather_k_cache(out[0], record, pool, lens, None, table, 256, 0)
+    gather_on_gpu(out[0], record, pool, lens, None, table, 256, 0)
     dequantize_and_gather_k_cache(out[1], record, pool, lens, None, table, 256, 0)
     assert torch.equal(out[0].isnan(), out[1].isnan())
     got, expected = (x.nan_to_num(123.0).view(torch.int32) for x in out)
@@ -107,7 +110,7 @@ def test_pool_over_two_gib(gpu):
     record.insert(pool, 64, table[0, at // 64].long() * 64 + at % 64, torch.randn(100, 512, device=gpu))
     out = torch.zeros(2, 1, 100, 512, dtype=torch.bfloat16, device=gpu)
     lens = torch.tensor([100], device=gpu)
-    gather.dequantize_and_gather_k_cache(out[0], record, pool, lens, None, table, 64, 0)
+    gather_on_gpu(out[0], record, pool, lens, None, table, 64, 0)
     dequantize_and_gather_k_cache(out[1], record, pool, lens, None, table, 64, 0)
     assert torch.equal(out[0], out[1])
     assert out[0].ne(0).any(-1).all()
@@ -118,9 +121,9 @@ def test_nothing_to_gather(gpu):
     pool, table = make_cache(record, [3], 2, gpu)
     none = torch.zeros(1, dtype=torch.int32, device=gpu)
     out = torch.ones(1, 4, record.dim, device=gpu)
-    gather.dequantize_and_gather_k_cache(out[:0], record, pool, none[:0], None, table[:0], 2, 0)
-    gather.dequantize_and_gather_k_cache(out, record, pool, none + 3, none, table, 2, 0)
-    gather.dequantize_and_gather_k_cache(out, record, pool, none + 3, None, table, 2, 4)
+    gather_on_gpu(out[:0], record, pool, none[:0], None, table[:0], 2, 0)
+    gather_on_gpu(out, record, pool, none + 3, none, table, 2, 0)
+    gather_on_gpu(out, record, pool, none + 3, None, table, 2, 4)
     assert out.eq(1).all()
 
 
@@ -137,4 +140,4 @@ def test_refuses(gpu):
     }
     for message, arguments in wrong.items():
         with pytest.raises(ValueError, match=message):
-            gather.dequantize_and_gather_k_cache(*arguments)
+            gather_on_gpu(*arguments)

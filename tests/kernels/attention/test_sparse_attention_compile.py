@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from deepseek_attn.cache.records import Fp8DsMlaRecord, PlainRecord
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
-from deepseek_attn.kernels.attention import PagedKeys, launch as attend
+from deepseek_attn.kernels.attention import PagedKeys, RequestEntries, launch as attend
 from deepseek_attn.kernels.attention.attend_triton import pieces
 from deepseek_attn.kernels.attention.plan import AttendProblem, plan_attend
 from deepseek_attn.kernels.common.device import GPU
@@ -135,7 +135,7 @@ def test_gather_compiles(arch, name):
     record = GATHERED[name]
     out, pool = of(3, 99, record.dim, dtype=BF16), of(9, record.page_bytes(64), dtype=torch.uint8)
     for lens in (of(3), None):
-        call = out, record, pool, of(3), lens, of(3, 4), 64, 5
+        call = out, RequestEntries(record, pool, 64, of(3, 4), of(3), lens), 5
         (kernel,) = compiled_ops(arch, lambda call=call: attend.dequantize_and_gather_k_cache(*call))["gather_kernel"]
         assert ("e4m3" in kernel.asm["ptx"]) == (name != "plain" and arch != "sm80")
 

@@ -68,7 +68,7 @@ def test_a_config_has_capacity(k):
     for T in (1, 2, 7, 8, 32, 64, 128, 264, 512, 4096, 100_000):
         for W in (1, 100, 1024, 2048, 2049, 4096, 8193, 32768, 65_536, 65_537, 262_144, 300_000, 1_000_000, 8_000_000):
             for processors in (1, 16, 108, 132, 148):
-                config = TOPK.plan(TopkProblem(T, W, k), GPU((9, 0), processors)).config
+                config = TOPK.plan(TopkProblem(T, W, k=k), GPU((9, 0), processors)).config
                 check_config(config, W, k)
                 threads = 32 * config.num_warps
                 assert threads <= 1024

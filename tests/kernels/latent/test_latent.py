@@ -95,11 +95,11 @@ def test_queries(ops, device, shape, dtype, T):
     queries = make_queries(shape, dtype, device, T)
     got = ops.absorb_queries(queries)
     assert (got.shape, got.dtype) == (
-        (T, queries.padded_heads, queries.weight.shape[2] + queries.cos_sin.shape[1]),
+        (T, queries.padded_heads, queries.weight.rows.shape[2] + queries.cos_sin.shape[1]),
         dtype,
     )
     close(got, expected_queries(queries))
-    assert got[:, queries.weight.shape[0] :].eq(0).all()
+    assert got[:, queries.weight.rows.shape[0] :].eq(0).all()
 
 
 @pytest.mark.parametrize("T", [5, 130])

@@ -200,7 +200,7 @@ def _combine(T: int) -> OpCase:
 
 
 def _gather(label: str, record: Record, requests: int, length: int) -> OpCase:
-    from deepseek_attn.kernels.attention import dequantize_and_gather_k_cache
+    from deepseek_attn.kernels.attention import RequestEntries, dequantize_and_gather_k_cache
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
@@ -209,7 +209,7 @@ def _gather(label: str, record: Record, requests: int, length: int) -> OpCase:
         table = torch.randperm(pages, device=device, generator=g).view(requests, -1).int()
         out = torch.empty(requests, length, record.dim, dtype=torch.bfloat16, device=device)
         lens = torch.full((requests,), length, dtype=torch.int32, device=device)
-        return out, record, pool, lens, None, table, PAGE, 0
+        return out, RequestEntries(record, pool, PAGE, table, lens, None), 0
 
     size = requests * length * (record.entry_bytes + 2 * record.dim)
     return OpCase("gather", f"{label} {requests} x {length}", make, {"triton": dequantize_and_gather_k_cache}, size)
