@@ -374,7 +374,7 @@ def test_plan_with_a_budget_and_snapshots(capsys):
     ("flags", "message"),
     [
         (["--kv-cache-bytes", "1MB"], "kv_cache_bytes=1000000 is too little"),
-        (["--max-snapshots", "-1"], "--max-snapshots -1: must be at least 0"),
+        (["--max-snapshots", "-1"], "--max-snapshots -1: must be 0 to 1048576"),
     ],
 )
 def test_wrong_plan_input(flags, message, capsys):

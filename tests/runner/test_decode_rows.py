@@ -210,5 +210,5 @@ def test_what_cannot_be_expected():
     runner.expect_drafts(1)  # another engine of the same runner
     assert runner.decode_query_len == 4
     without = make_runner(layers=[0])
-    with pytest.raises(ValueError, match="needs an MTP layer"):
+    with pytest.raises(ValueError, match="drafts need an MTP layer"):
         without.expect_drafts(1)
