@@ -59,7 +59,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
 
     Attributes:
         lines: number of lines in the output or printed; errors: number of lines with an ``error``.
-        uses_flags: a known prompt has no sampling parameters of its own.
+        uses_flags: a prompt read so far has no sampling parameters of its own.
     """
 
     def __init__(
@@ -73,13 +73,14 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
         self._pending_prompts = self._pending(prompts, self._done)
         if prompts.regular:
             with PromptLines(args.prompts, params, args.system) as again:
-                known = [found[0] for found in self._pending(again, dict(self._done)) if found]
+                pending = filter(None, self._pending(again, dict(self._done)))
+                known = [(prompt.params, prompt.replay) for prompt, _ in pending]  # their text is not kept
             self._left = len(known)
         else:
-            known = [prompt for prompt, _ in self._arrived()]
-        self.uses_flags = any(prompt.params is params for prompt in known)
-        files = [Path(prompt.replay).is_file() for prompt in known if isinstance(prompt.replay, Path)]
-        if files and not any(files):
+            known = [(prompt.params, prompt.replay) for prompt, _ in self._arrived()]
+        self.uses_flags = any(own is params for own, _ in known)
+        files = [file for _, file in known if isinstance(file, Path)]
+        if files and not any(map(Path.is_file, files)):
             raise ValueError(f"--replay {args.replay}: it has no i{SUFFIX} of a prompt i: name the folder of --records")
         self._heads: dict[int, dict[str, Any]] = {}  # first fields of the lines of prompts in flight, by their index
 
