@@ -27,12 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     op.add_argument("--ops", type=names, metavar="LIST", help="op names or parts of them (default: all)")
     op.add_argument("--rows", type=names, metavar="LIST", help="parts of row labels (default: all)")
     layer = what.add_parser("layer", help="one attention layer, from hidden states to the output projection")
-    layer.add_argument(
-        "--layers",
-        type=layer_numbers,
-        metavar="LIST",
-        help="layer numbers, such as 0,5-7 (default: the first of each kind)",
-    )
+    add_layers_option(layer, "the first of each kind")
     layer.add_argument(
         "--query-tokens", type=numbers, default=[1], metavar="LIST",
         help="new tokens of a request in a decode step: 1 and the drafts (default: 1)",
@@ -43,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     layer.add_argument("--backends", type=names, default=["auto"], metavar="LIST", help="default: auto")
     model = what.add_parser("model", help="steps of a model, from token ids to logits, and their stages")
-    model.add_argument(
-        "--layers", type=layer_numbers, metavar="LIST", help="layer numbers, such as 0,5-7 (default: all)"
-    )
+    add_layers_option(model, "all")
     model.add_argument("--experts", type=int, metavar="N", help="routed experts per layer (default: the model's)")
     model.add_argument("--backend", default="auto", help="default: auto")
     model.add_argument("--eager", action="store_true", help="with --graph: time the same steps without graphs, too")
@@ -78,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         part.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times (.svg, .png, .pdf)")
 
 
+def add_layers_option(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--layers", type=layer_numbers, metavar="LIST", help=f"layer numbers, such as 0,5-7 (default: {default})"
+    )
+
+
 def add_tune_parser(what: argparse._SubParsersAction) -> None:
     tune = what.add_parser(
         "tune",
@@ -92,12 +91,7 @@ def add_tune_parser(what: argparse._SubParsersAction) -> None:
         metavar="NAME|FILE|ID",
         help=f"preset, config.json or {HUB_ID} (default: v4_flash)",
     )
-    tune.add_argument(
-        "--layers",
-        type=layer_numbers,
-        metavar="LIST",
-        help="layer numbers, such as 0,5-7 (default: the first of each kind)",
-    )
+    add_layers_option(tune, "the first of each kind")
     tune.add_argument("--experts", type=int, metavar="N", help="routed experts per layer (default: the model's)")
     tune.add_argument(
         "--batch", type=numbers, default=[1, 8, 32, 128], metavar="LIST",
