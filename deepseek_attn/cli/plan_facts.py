@@ -16,7 +16,7 @@ from deepseek_attn.cli.options import attention_options
 from deepseek_attn.cli.warmup import check_drafts, read_headers
 from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROLLBACK
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.config.numerics import numerics_for, usual_preset
 from deepseek_attn.config.options import DTYPES, check_sizes, pick_device, pick_dtype
 from deepseek_attn.estimates.experts import ExpertSizes, OtherWeights, cpu_prompt, cpu_steps, gpu_prompt, gpu_steps
 from deepseek_attn.estimates.machines import H200, MACHINES, Machine
@@ -52,7 +52,7 @@ class PlanFacts:
         self.args, self.config, device = args, ModelConfig.from_pretrained(args.model), pick_device(args.device)
         self.on_gpu, self.dp_attention = args.gpu is not None or device.type == "cuda", args.layout == "dp"
         self.gpu_problem = "" if args.gpu is not None else problem_on(device)
-        preset = args.numerics or ("serving" if self.on_gpu else "exact")
+        preset = args.numerics or usual_preset(self.on_gpu)
         self.numerics = numerics_for(self.config, preset, args.index_keys)
         self.dtype = pick_dtype(args.dtype or ("bfloat16" if self.on_gpu else None), device)
         self.limit = self.config.max_position_embeddings

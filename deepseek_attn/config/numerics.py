@@ -83,6 +83,11 @@ PRESETS = {
 INDEX_KEYS = ("fp8", "fp4")  # formats of index keys that can be chosen beside a preset
 
 
+def usual_preset(on_gpu: bool) -> str:
+    """The preset of a runner for which none was chosen."""
+    return "serving" if on_gpu else "exact"
+
+
 def numerics_for(config: AnyConfig, name: str | Numerics, index_keys: str | None = None) -> Numerics:
     """The numerics of a preset for one model. A given ``Numerics`` is changed only in ``weight_block`` and index keys.
 

@@ -21,7 +21,7 @@ from deepseek_attn.checkpoint.loader import load_model
 from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.defaults import DEFAULT_MAX_ROLLBACK
 from deepseek_attn.config.model import AnyConfig
-from deepseek_attn.config.numerics import Numerics, numerics_for
+from deepseek_attn.config.numerics import Numerics, numerics_for, usual_preset
 from deepseek_attn.config.options import (
     as_list,
     check_sizes,
@@ -102,7 +102,7 @@ def build_runner(
     """
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
-    numerics = numerics_for(config, numerics or ("serving" if device.type == "cuda" else "exact"), index_keys)
+    numerics = numerics_for(config, numerics or usual_preset(device.type == "cuda"), index_keys)
     parallel = parallel or Parallel.single()
     attention = AttentionOptions(
         backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows, deterministic

@@ -19,7 +19,7 @@ from deepseek_attn.cli.info import environment
 from deepseek_attn.cli.load_report import show_report
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.config.model import AnyConfig, ModelConfig
-from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.config.numerics import numerics_for, usual_preset
 from deepseek_attn.config.options import pick_device, pick_dtype
 from deepseek_attn.engine.structured import import_llguidance
 from deepseek_attn.impls.options import AttentionOptions
@@ -84,8 +84,7 @@ def run_layer(args: argparse.Namespace) -> None:
     """Times each chosen attention layer with each backend, at all sizes."""
     device, config = pick_device(args.device), ModelConfig.from_pretrained(args.model)
     groups = [instances(config, layer, args.instances) for layer in args.layers or first_of_each_kind(config)]
-    usual = "serving" if device.type == "cuda" else "exact"
-    numerics = numerics_for(config, args.numerics or usual, args.index_keys)
+    numerics = numerics_for(config, args.numerics or usual_preset(device.type == "cuda"), args.index_keys)
     for backend in args.backends:  # before the first is timed
         get_family(config, numerics, pick_dtype(args.dtype, device), device, AttentionOptions(backend))
     if max(args.query_tokens) > min(args.context):

@@ -13,7 +13,7 @@ from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.safetensors_source import SafetensorsSource
 from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.model import AnyConfig, ModelConfig, preset_names
-from deepseek_attn.config.numerics import Numerics, get_numerics
+from deepseek_attn.config.numerics import Numerics, get_numerics, usual_preset
 from deepseek_attn.lab.experiments.define.files import read_text_file
 from deepseek_attn.lab.experiments.define.results import CheckpointResult, RecallRow
 from deepseek_attn.lab.experiments.define.settings import CheckpointSettings
@@ -117,7 +117,7 @@ def measure_variant(
     prompts = read_prompts(settings, base)
     numerics = None
     if variant.numerics or variant.kv_record:
-        numerics = variant.numerics_from(get_numerics("serving" if device.type == "cuda" else "exact"))
+        numerics = variant.numerics_from(get_numerics(usual_preset(device.type == "cuda")))
     other = LayerGroups(config, source, device, prompts, settings, numerics)
     changed = [group for group in other.groups if numerics or _differ(base, config, group)]
     first = (changed or other.groups[-1:])[0][0]  # the last group, where the variant is the checkpoint's own schedule
