@@ -50,7 +50,8 @@ def write_checkpoint(
 
     Raises:
         ValueError: the directory holds something, the number of shards is impossible, or the tokenizer does not fit the
-            config (``vocab_size`` too small, BOS and EOS not 0 and 1), or the disk lacks the space.
+            config (``vocab_size`` too small, BOS and EOS not 0 and 1).
+        OSError: the disk lacks the space.
     """
     check_path(directory, "a checkpoint is named by its folder")
     entries = source.entries()

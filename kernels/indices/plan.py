@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepseek_attn.kernels.common.plans import LaunchBlock, channel_block, given_kernels
 
-COLUMNS = channel_block(1024)  # of a program: of a token's columns, or of those of the widest row
+COLUMNS = channel_block(1024)  # columns of a token, or of the widest row, that one program computes
 # a row of the result depends on its own token alone
 INDICES = given_kernels(
     "indices.index",
