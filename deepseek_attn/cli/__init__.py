@@ -3,11 +3,12 @@
 `COMMANDS` names each command's module, which is imported when the command is run. The module's
 ``add_arguments(parser)`` adds the flags and sets ``run``; torch is imported only when a command runs, so that
 ``--help`` is quick. An error that a user can correct is one message and exit code 2.
+
+This module imports little before `main` can end an interrupted command without a traceback.
 """
 
 from __future__ import annotations
 
-import argparse
 import errno
 import importlib
 import io
@@ -17,12 +18,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType, ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from deepseek_attn.cli.log import logged
-from deepseek_attn.cli.options import Parser, check_bounds, check_files
 from deepseek_attn.cli.terminal import say
 from deepseek_attn.utils.version import __version__
+
+if TYPE_CHECKING:
+    import argparse
 
 
 class Command(NamedTuple):
@@ -68,6 +70,8 @@ def make_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     Raises:
         ValueError: a command of the laboratory was named, and the laboratory is not installed.
     """
+    from deepseek_attn.cli.options import Parser
+
     parser = Parser(prog="deepseek-attn", description="Run DeepSeek checkpoints.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -102,13 +106,29 @@ def main(argv: list[str] | None = None) -> int:
         The exit code. 1: something failed; 2: wrong input, or an output that cannot be written; 128 + n: ended by
         signal n, or by SIGPIPE because the reader of the output is gone.
     """
-    if argv is None:
-        open_standard_streams()
-    stops = handle_signals() if argv is None else []
+    stops: list[int] = [signal.SIGINT] if argv is None else []
+    try:
+        if argv is None:
+            open_standard_streams()
+            stops += handle_signals()
+        return run_command(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt as stop:
+        ignore_signals(stops)
+        say("")
+        return 128 + (stop.args[0] if isinstance(stop, Terminated) else signal.SIGINT)
+    finally:
+        ignore_signals(stops)
+        drop_unwritten_output()
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Runs the command of these arguments; returns the exit code. An interruption passes, also of these imports."""
     program = "deepseek-attn"
     try:
+        from deepseek_attn.cli.log import logged
+        from deepseek_attn.cli.options import check_bounds, check_files
+
         try:
-            words = sys.argv[1:] if argv is None else argv
             args = make_parser(words).parse_args(words)
             args.command_line = words  # for processes that run the same command
             program += f" {args.command}"
@@ -119,10 +139,6 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except KeyboardInterrupt as stop:
-        ignore_signals(stops)
-        say("")
-        return 128 + (stop.args[0] if isinstance(stop, Terminated) else signal.SIGINT)
     except BrokenPipeError:
         return BROKEN_PIPE
     except Exception as error:
@@ -131,9 +147,6 @@ def main(argv: list[str] | None = None) -> int:
             raise
         say(f"{program}: error: {message}")
         return 2
-    finally:
-        ignore_signals(stops)
-        drop_unwritten_output()
 
 
 def open_standard_streams() -> None:
@@ -163,7 +176,7 @@ def handle_signals() -> list[int]:
     numbers = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, terminate)
-    return [signal.SIGINT, *numbers]
+    return numbers
 
 
 def ignore_signals(numbers: list[int]) -> None:

@@ -136,6 +136,42 @@ def test_a_request_that_fails_is_one_message(checkpoint, capsys, monkeypatch):
     assert "the request failed: RuntimeError: the device is gone" in capsys.readouterr().err
 
 
+INTERRUPTED_IMPORT = """
+import sys
+
+class Interrupts:  # Ctrl-C while a module is looked for
+    def find_spec(self, name, path=None, target=None):
+        if name == MODULE:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupts())
+from deepseek_attn.cli import main
+print(*(name for name in sys.modules if name.startswith("deepseek_attn.") or name in ("numpy", "torch")), flush=True)
+sys.exit(main())
+"""
+ENTRY = {"cli", "cli.terminal", "utils", "utils.garbage", "utils.terminal", "utils.version"}
+
+
+@pytest.mark.parametrize("module", ["deepseek_attn.cli.log", "deepseek_attn.cli.options", "numpy", "torch"])
+def test_interrupted_imports(module):
+    """Nothing but the entry point is imported before an interruption is caught, which then ends like any other."""
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT.replace("MODULE", repr(module)), "generate"]
+    ended = subprocess.run([*command, "--prompt", "x"], capture_output=True, text=True, preexec_fn=listen)
+    assert (ended.returncode, ended.stderr.strip()) == (130, "")
+    assert {name.removeprefix("deepseek_attn.") for name in ended.stdout.split()} == ENTRY
+
+
+def test_an_interruption_while_an_error_is_explained(monkeypatch, capsys):
+    """Its message may need torch, whose import takes long."""
+
+    def interrupted(error):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deepseek_attn.cli.explanation", interrupted)
+    assert main(["plan", "--model", "nowhere"]) == 130
+    assert capsys.readouterr().err == "\n"
+
+
 @pytest.fixture
 def as_process(monkeypatch):
     """Runs a command as the process does, with its arguments and its signal handlers, started by a shell."""
