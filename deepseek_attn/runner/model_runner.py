@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Unpack
 
@@ -45,6 +45,7 @@ from deepseek_attn.runner.step import (
 from deepseek_attn.runner.step_runner import StepRunner
 from deepseek_attn.runner.token_records import RecordOptions, TokenRecords, record_path
 from deepseek_attn.runner.warm_up import WarmUp
+from deepseek_attn.utils.files import appearing
 from deepseek_attn.utils.tracing import traced
 from deepseek_attn.utils.turns import in_turn
 
@@ -314,8 +315,12 @@ class ModelRunner(StepRunner):
     def record_store(self, options: RecordOptions, path: Path | None = None) -> RecordStore:
         """A store of the records of one sequence. With a ``path``, the first of the ranks that share it writes."""
         template = options.template(self._recorded_layers())
-        discard = path is not None and self.parallel.token_ranks > 1 and self.parallel.rank > 0
-        return RecordStore(options, template, path, discard)
+        return RecordStore(options, template, path, discard=path is not None and self._leaves_files)
+
+    @property
+    def _leaves_files(self) -> bool:
+        """Whether another rank writes the files of records."""
+        return self.parallel.token_ranks > 1 and self.parallel.rank > 0
 
     def make_replay(self, records: Replayed, token_ids: TokenIds) -> Replay:
         """A replay for `StepOptions.replay`: records, or their file, checked for this model and a prompt.
@@ -367,22 +372,22 @@ class ModelRunner(StepRunner):
         Args:
             record: of `record_options`.
             directory: write the records of prompt ``i`` to ``i.safetensors`` in this folder, so that memory does not
-                limit them.
+                limit them. All files appear together, at the end.
 
         Raises:
             ValueError: as `score`; or a file cannot be written.
         """
         listed = list(each_prompt(prompts))
         names = [str(number) for number in range(len(listed))]
-        paths = [None if directory is None else record_path(directory, name) for name in names]
-        stores = [self.record_store(record, path) for path in paths]
+        paths: list[Path | None] = [None if directory is None else record_path(directory, name) for name in names]
         replays = self._replays_of(listed, replay)
-        try:
+        with ExitStack() as stack:
+            if directory is not None and not self._leaves_files:
+                folder = stack.enter_context(appearing(Path(directory), directory=True, into=True))
+                paths = [folder / path.name for path in paths if path is not None]
+            stores = [stack.enter_context(closing(self.record_store(record, path))) for path in paths]
             logits, _ = self._score(listed, chunk_size, replays=replays, stores=stores, progress=progress)
             return logits, [store.finish(store.length) for store in stores]
-        finally:
-            for store in stores:
-                store.close()
 
     def _replays_of(
         self, prompts: list[TokenIds], replay: Iterable[Replayed | None] | None

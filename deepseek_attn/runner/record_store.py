@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.runner.token_records import BLOCK_BYTES, RecordOptions, TokenRecords, write_records
+from deepseek_attn.utils.files import existing_folder
 
 
 class RecordStore:
@@ -24,7 +25,8 @@ class RecordStore:
     Args:
         options: the records to make.
         template: records of zero tokens, with the dtypes and shapes.
-        path: a file to write, which appears when the records are complete; None: they are kept in memory.
+        path: a file to write, which appears when the records are complete, and its folder with it; None: they are kept
+            in memory.
         discard: keep nothing, where another rank writes the file.
     """
 
@@ -59,7 +61,8 @@ class RecordStore:
             return replace(self.template, **{name: array[:length] for name, array in self._memory.items()})
         shapes = {name: (length, *like.shape[1:]) for name, like in self.template.arrays.items()}
         whole = {name: like.new_empty(shapes[name], device="meta") for name, like in self.template.arrays.items()}
-        write_records(self.path, replace(self.template, **whole), lambda name: self._stored(name, whole[name].nbytes))
+        records = replace(self.template, **whole)
+        write_records(self.path, records, lambda name: self._stored(name, whole[name].nbytes), parents=True)
         self.close()
         return TokenRecords.load(self.path)
 
@@ -82,7 +85,7 @@ class RecordStore:
         row_bytes = data.numel() // max(1, len(rows))
         try:
             if name not in self._spool:
-                self._spool[name] = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115
+                self._spool[name] = tempfile.TemporaryFile(dir=existing_folder(self.path.parent))  # noqa: SIM115
             self._spool[name].seek(start * row_bytes)
             self._spool[name].write(data.numpy().data)
         except OSError as error:

@@ -136,15 +136,17 @@ def row_blocks(array: Tensor) -> Iterable[Tensor]:
     return array.split(rows) if len(array) else ()
 
 
-def write_records(path: Path, records: TokenRecords, blocks: Callable[[str], Iterable[Tensor]]) -> None:
-    """Writes a file of records whose arrays ``blocks(name)`` yields in blocks of rows.
+def write_records(
+    path: Path, records: TokenRecords, blocks: Callable[[str], Iterable[Tensor]], *, parents: bool = False
+) -> None:
+    """Writes a file of records whose arrays ``blocks(name)`` yields in blocks of rows; ``parents``: makes folders.
 
     Raises:
         ValueError: it cannot be written there, with the reason.
     """
     arrays = {name: TensorBlocks.of(array, blocks(name)) for name, array in records.arrays.items()}
     metadata = {name: json.dumps(list(numbers)) for name, numbers in records.layers.items() if numbers}
-    write_tensor_blocks(path, arrays, {"format": FORMAT} | metadata)
+    write_tensor_blocks(path, arrays, {"format": FORMAT} | metadata, parents=parents)
 
 
 @dataclass(frozen=True)
@@ -284,15 +286,11 @@ class RecordOptions:
 
 
 def record_path(directory: str | Path, name: str) -> Path:
-    """The file of the records of that name in a folder, which is made.
+    """The file of the records of that name in a folder, which need not exist: it is made with its first file.
 
     Raises:
         ValueError: the folder cannot be made or written to.
     """
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"records: the folder {str(directory)!r} cannot be made: {error.strerror}") from error
     path = Path(directory) / f"{name}.safetensors"
-    check_output(path, "records")
+    check_output(path, "records", parents=True)
     return path

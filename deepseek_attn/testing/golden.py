@@ -27,6 +27,7 @@ from deepseek_attn.checkpoint import CanonicalSource, read_float32, write_checkp
 from deepseek_attn.checkpoint.headers import FLOAT_DTYPES
 from deepseek_attn.checkpoint.published import canonical_names
 from deepseek_attn.checkpoint.stored_weights import scale_name
+from deepseek_attn.checkpoint.write import check_new_directory
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.testing.golden_compare import GoldenMismatch, OpResult, difference, tolerance
@@ -39,7 +40,7 @@ from deepseek_attn.testing.golden_record import (
     record_moe,
 )
 from deepseek_attn.testing.golden_source import GoldenSource, golden_config, uniform
-from deepseek_attn.utils.files import write_tensors
+from deepseek_attn.utils.files import appearing, write_tensors
 from deepseek_attn.utils.hub import check_path
 from deepseek_attn.utils.version import __version__
 
@@ -262,7 +263,7 @@ def _values(op: str, output: object) -> Tensor:
 
 
 def write(directory: str | Path, chosen: Sequence[str] = ()) -> list[Path]:
-    """Writes fixtures and, beside them, the checkpoints of their models in the published format.
+    """Writes fixtures and, beside them, the checkpoints of their models in the published format: all or nothing.
 
     Args:
         directory: made if it is absent.
@@ -274,14 +275,16 @@ def write(directory: str | Path, chosen: Sequence[str] = ()) -> list[Path]:
     directory, chosen = Path(directory), list(chosen) or names()
     if unknown := [name for name in chosen if name not in CASES]:
         raise ValueError(f"no fixture {', '.join(unknown)}: there are {', '.join(CASES)}")
-    written = []
-    for family in dict.fromkeys(CASES[name].family for name in chosen):
-        source = GoldenSource(golden_config(family))
-        written.append(write_checkpoint(source, source.config, directory / family, num_shards=1))
-    for name in chosen:
-        written.append(directory / f"{name}.safetensors")
-        load(name).save(written[-1])
-    return written
+    families = list(dict.fromkeys(CASES[name].family for name in chosen))
+    for family in families:
+        check_new_directory(directory / family)
+    with appearing(directory, directory=True, into=True) as folder:
+        for family in families:
+            source = GoldenSource(golden_config(family))
+            write_checkpoint(source, source.config, folder / family, num_shards=1)
+        for name in chosen:
+            load(name).save(folder / f"{name}.safetensors")
+    return [*(directory / family for family in families), *(directory / f"{name}.safetensors" for name in chosen)]
 
 
 def of_checkpoint(config: AnyConfig, source: Any, layer: int, tokens: int = 40, rows: int = 8) -> Golden:

@@ -37,16 +37,23 @@ MARKED_BYTES = 1024  # first bytes of a file, searched for the writer's mark
 LOCK = ".deepseek-attn-lock"
 
 
-def check_output(path: str | Path, name: str) -> None:
+def check_output(path: str | Path, name: str, parents: bool = False) -> None:
     """Raises ValueError, before anything is computed, if no file can be written at ``path``.
 
     Args:
         name: begins the message, for instance an option of the command line.
+        parents: its folder need not exist.
     """
     try:
-        find_target(Path(path))
+        find_target(Path(path), parents)
     except OSError as error:
-        raise ValueError(f"{name} {path}: {error.strerror}; name a file in an existing, writable folder") from error
+        advice = "" if parents else "; name a file in an existing, writable folder"
+        raise ValueError(f"{name} {path}: {error.strerror}{advice}") from error
+
+
+def existing_folder(path: Path) -> Path:
+    """``path``, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
 
 
 def has_mark(path: Path, mark: str) -> bool:
@@ -65,7 +72,9 @@ def check_replaceable(path: Path, mark: str) -> None:
 
 
 @contextmanager
-def appearing(path: Path, directory: bool = False, replace: bool = False) -> Iterator[Path]:
+def appearing(
+    path: Path, directory: bool = False, replace: bool = False, into: bool = False, parents: bool = False
+) -> Iterator[Path]:
     """Yields a temporary path with the same file name; it is moved to ``path`` when the block succeeds.
 
     If the block fails, everything written is removed.
@@ -73,20 +82,23 @@ def appearing(path: Path, directory: bool = False, replace: bool = False) -> Ite
     Args:
         directory: make a directory there, and the missing parents of ``path``. An empty directory is replaced.
         replace: with ``directory``: also replace a directory that is not empty.
+        into: with ``directory``: move its files into a directory that exists; they replace files of the same names.
+        parents: make the missing parents of ``path``.
 
     Raises:
         ValueError: nothing can be written there, with the reason; also for an OSError of a write in the block.
     """
     path = Path(path)
     place = Path(os.path.realpath(path))
-    made = [parent for parent in place.parents if directory and not parent.exists()]
+    merge, parents = into and place.is_dir(), parents or directory
+    made = [parent for parent in place.parents if parents and not parent.exists()]
     folder = lock = None
     whole = False
     try:
-        if directory:
+        if parents:
             place.parent.mkdir(parents=True, exist_ok=True)
         target = place if directory else find_target(path)
-        beside = Path(tempfile.gettempdir()) if target is None else place.parent
+        beside = Path(tempfile.gettempdir()) if target is None else place if merge else place.parent
         for unfinished in [] if target is None else beside.glob(f".*{UNFINISHED}"):
             _remove_unlocked(unfinished)
         # named before it is made: an interruption at any point leaves a name to remove
@@ -104,7 +116,10 @@ def appearing(path: Path, directory: bool = False, replace: bool = False) -> Ite
                 partial.chmod(stat.S_IMODE(target.stat().st_mode))
             elif not directory:  # a native writer may have chosen another mode
                 partial.chmod(stat.S_IMODE((folder / LOCK).stat().st_mode))
-            if replace and target.is_dir():
+            if merge:
+                for file in sorted(partial.iterdir()):
+                    os.replace(file, os.path.realpath(target / file.name))
+            elif replace and target.is_dir():
                 _exchange(partial, target, folder / "before")
             else:
                 os.replace(partial, target)
@@ -114,6 +129,10 @@ def appearing(path: Path, directory: bool = False, replace: bool = False) -> Ite
             reason = error.strerror or error
             raise ValueError(f"{str(path)!r} cannot be written: {reason}") from error
         raise
+    except ValueError as error:  # of an output within the directory: its final path is named
+        if folder is None or str(folder) not in str(error):
+            raise
+        raise ValueError(str(error).replace(str(folder / place.name), str(path))) from error
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -134,19 +153,21 @@ def _exchange(partial: Path, target: Path, before: Path) -> None:
         raise
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes UTF-8 text; ValueError if it cannot be written there, with the reason."""
-    with appearing(path) as partial:
+def write_text(path: Path, text: str, *, parents: bool = False) -> None:
+    """Writes UTF-8 text, with ``parents`` in folders that it makes; ValueError if it cannot be written there."""
+    with appearing(path, parents=parents) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file, with ``metadata`` in its header.
+def write_tensors(
+    path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None, *, parents: bool = False
+) -> None:
+    """Writes a safetensors file, with ``metadata`` in its header; with ``parents``, makes missing folders.
 
     Raises:
         ValueError: it cannot be written there, with the reason.
     """
-    with appearing(path) as partial:
+    with appearing(path, parents=parents) as partial:
         try:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
         except SafetensorError as error:
@@ -174,13 +195,15 @@ STORED_NAMES = {
 }  # fmt: skip
 
 
-def write_tensor_blocks(path: Path, tensors: Mapping[str, TensorBlocks], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file of tensors that need not be in memory as a whole.
+def write_tensor_blocks(
+    path: Path, tensors: Mapping[str, TensorBlocks], metadata: Mapping[str, str], *, parents: bool = False
+) -> None:
+    """Writes a safetensors file of tensors that need not be in memory as a whole; ``parents``: makes missing folders.
 
     Raises:
         ValueError: it cannot be written there, with the reason.
     """
-    with appearing(path) as partial, partial.open("wb") as file:
+    with appearing(path, parents=parents) as partial, partial.open("wb") as file:
         store_tensors(file, tensors, metadata)
 
 
@@ -210,8 +233,11 @@ def store_tensors(file: IO[bytes], tensors: Mapping[str, TensorBlocks], metadata
             raise ValueError(f"{name} has {written} bytes, its source announced {tensor.nbytes}")
 
 
-def find_target(path: Path) -> Path | None:
+def find_target(path: Path, parents: bool = False) -> Path | None:
     """The regular file to make or replace, behind symbolic links; None for a device or pipe, which is written to.
+
+    Args:
+        parents: missing folders can be made.
 
     Raises:
         OSError: no file can be written there.
@@ -229,10 +255,14 @@ def find_target(path: Path) -> Path | None:
     if mode is not None and not stat.S_ISREG(mode):
         return None
     target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
+    folder = existing_folder(target.parent) if parents else target.parent
+    if parents and not folder.is_dir():
+        reason = os.strerror(errno.EEXIST if folder == target.parent else errno.ENOTDIR)
+        raise NotADirectoryError(errno.ENOTDIR, f"the folder {str(path.parent)!r} cannot be made: {reason}")
+    if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"the folder {str(path.parent)!r} does not exist")
-    if not os.access(target.parent, os.W_OK):
-        raise PermissionError(errno.EACCES, f"the folder {str(target.parent)!r} cannot be written to")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, f"the folder {str(folder)!r} cannot be written to")
     return target
 
 

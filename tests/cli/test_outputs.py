@@ -86,6 +86,13 @@ def test_full_disk(here, capsys, name, num_bytes):
     assert not path.exists() or path.read_text() == "old"
 
 
+def test_a_training_that_cannot_save_its_state_leaves_no_folder(here):
+    before = sorted(here.iterdir())
+    with disk_that_is_full_after(100):
+        assert main([*COMMANDS["train"].split()[:-1], "made/deep/trained"]) == 2
+    assert sorted(here.iterdir()) == before
+
+
 @pytest.mark.parametrize("name", tiered(["score", "trace", "plot"], ["score"]))
 def test_links_and_devices(here, name):
     *command, out = COMMANDS[name].split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
 from deepseek_attn.cli.batch import PromptBatch
-from deepseek_attn.runner import TokenRecords
+from deepseek_attn.runner import ModelRunner, TokenRecords
 from deepseek_attn.runner.record_store import RecordStore
 from tests.support.small_models import two_layers
 from tests.support.tiers import tiered
@@ -102,6 +103,43 @@ def test_prompts_have_a_file_each(run, expected):
     assert "3.safetensors' cannot be read as records" in lines[3]["error"]
 
 
+@pytest.mark.parametrize("stage", ["load", "rows", "file"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no")], ids=["ctrl-c", "error"])
+def test_score_leaves_all_records_or_none(checkpoint, tmp_path, monkeypatch, capsys, stage, error):
+    """Neither a folder without files, nor the records of some lists; files that were there stay."""
+    monkeypatch.chdir(tmp_path)
+    Path("lists").write_text("[[1, 2, 3], [4, 5]]")
+    command = ["score", "--model", checkpoint, "--device", "cpu", "--token-ids", "lists", "--out", "logits"]
+    owners = {"load": (ModelRunner, "record_options", 0), "rows": (RecordStore, "put", 1)}
+    owner, name, calls = owners.get(stage, (RecordStore, "finish", 1))
+    call, left = getattr(owner, name), iter(range(calls))
+
+    def interrupted(*args, **kwargs):
+        if next(left, None) is None:
+            raise error
+        return call(*args, **kwargs)
+
+    for folder in ("new/runs", "old"):
+        left = iter(range(calls))
+        Path("old").mkdir(exist_ok=True)
+        for i in range(2):
+            Path(f"old/{i}.safetensors").write_text("old")
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            assert main([*command, "--records", folder]) == (130 if isinstance(error, KeyboardInterrupt) else 2)
+        assert sorted(str(path) for path in Path().rglob("*")) == [
+            "lists",
+            "old",
+            *(f"old/{i}.safetensors" for i in "01"),
+        ]
+        assert {path.read_text() for path in Path("old").iterdir()} == {"old"}
+        assert main([*command, "--records", folder]) == 0
+        assert [len(TokenRecords.load(f"{folder}/{i}.safetensors")) for i in range(2)] == [3, 2]
+        assert len(list(Path(folder).iterdir())) == 2
+        shutil.rmtree(folder.split("/")[0])
+        Path("logits").unlink()
+
+
 @pytest.mark.parametrize("stage", tiered(["line", "rows", "file"], ["rows"]))
 def test_after_an_interruption_every_line_has_its_file(run, monkeypatch, stage, capsys):
     """Ctrl-C when a line is written, when rows are stored, and when a file is complete: no part of a file is left."""
@@ -119,7 +157,8 @@ def test_after_an_interruption_every_line_has_its_file(run, monkeypatch, stage, 
         assert run(*batch) == 130
     written = Path("out").read_text().splitlines() if Path("out").exists() else []
     lines = [json.loads(line)["index"] for line in written]
-    files = sorted(path.name for path in Path("runs").iterdir())
+    files = sorted(path.name for path in Path("runs").iterdir()) if Path("runs").exists() else []
+    assert files or not Path("runs").exists(), "an empty folder is left"
     assert all(TokenRecords.load(f"runs/{name}") for name in files)
     assert len(lines) < len(PROMPTS)
     assert {f"{index}.safetensors" for index in lines if index != 2} <= set(files)
@@ -133,6 +172,8 @@ def test_lines_without_records_are_not_taken_for_recorded_ones(run, capsys):
     assert run(*batch) == 1
     assert run(*batch, "--records", "runs") == 2
     assert "out has a line of prompt 0, and runs has no records of it" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    Path("runs").mkdir()
     assert run(*batch, "--replay", "runs") == 2
     assert "was made with other flags for chat, sampling or --replay" in capsys.readouterr().err
 

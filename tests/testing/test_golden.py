@@ -344,6 +344,22 @@ def scalar(name, i):
     return float((z >> 40) * step.float() - shift.float())
 
 
+def test_written_fixtures_appear_together(tmp_path, monkeypatch):
+    """After an interruption the same command can be run again."""
+
+    def interrupted(name: str) -> Any:
+        raise KeyboardInterrupt
+
+    command = ["port-check", "--write", str(tmp_path / "g"), "v4_swa_layer"]
+    with monkeypatch.context() as patch:
+        patch.setattr(golden, "load", interrupted)
+        assert main(command) == 130
+    assert list(tmp_path.iterdir()) == []
+    assert main(command) == 0
+    assert sorted(path.name for path in (tmp_path / "g").iterdir()) == ["v4", "v4_swa_layer.safetensors"]
+    assert main(command) == 2
+
+
 @pytest.mark.exhaustive
 def test_files_and_checkpoints(tmp_path, capsys):
     """What `--write` leaves: fixtures that load equally, and checkpoints that give the golden logits."""

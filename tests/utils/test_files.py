@@ -11,6 +11,7 @@ import socket
 import stat
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +114,47 @@ def test_a_directory_that_fails_leaves_no_folder_above_it(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_half()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_appear_together_in_a_directory(tmp_path):
+    """Beside others, or not at all; and an error names the final path."""
+    folder = tmp_path / "made" / "deep"
+    for there, names in ((False, "ab"), (True, "bc")):
+        with pytest.raises(ValueError, match=rf"^'{folder}/b' cannot be written: it is a folder$"):
+            write_both(folder, names, fails=True)
+        assert (tmp_path / "made").exists() == there
+        write_both(folder, names)
+    assert sorted((path.name, path.read_text()) for path in folder.iterdir()) == [("a", "ab"), ("b", "bc"), ("c", "bc")]
+    assert list((tmp_path / "made").iterdir()) == [folder]
+
+
+def write_both(folder: Path, names: str, fails: bool = False) -> None:
+    with appearing(folder, directory=True, into=True) as partial:
+        for name in names:
+            write_text(partial / name, names)
+        if fails:
+            (partial / "b").unlink()
+            (partial / "b").mkdir()
+            write_text(partial / "b", "")
+
+
+def test_a_file_that_fails_leaves_no_folder_above_it(tmp_path):
+    path = tmp_path / "made" / "deep" / "a"
+    check_output(path, "--out", parents=True)
+    assert list(tmp_path.iterdir()) == []
+
+    def write_half():
+        with appearing(path, parents=True):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
+    assert list(tmp_path.iterdir()) == []
+    write_text(path, "x", parents=True)
+    assert path.read_text() == "x"
+    for wrong, reason in ((path / "b", "File exists"), (path / "b" / "c", "Not a directory")):
+        with pytest.raises(ValueError, match=rf"^--out {wrong}: the folder '{wrong.parent}' cannot be made: {reason}$"):
+            check_output(wrong, "--out", parents=True)
 
 
 @pytest.mark.parametrize("there", [True, False])

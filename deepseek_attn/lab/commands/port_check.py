@@ -74,6 +74,7 @@ def _write(args: argparse.Namespace) -> int:
         written = golden.write(args.write, args.fixtures)
     else:
         from deepseek_attn.checkpoint.hub import PretrainedSource
+        from deepseek_attn.utils.files import appearing
 
         if args.fixtures:
             raise ValueError("--model: its layers are named by --layers, not as fixtures")
@@ -82,10 +83,11 @@ def _write(args: argparse.Namespace) -> int:
             with PretrainedSource(args.model) as source:
                 source.layers, source.attention_only = source.config.with_sources([layer]), True
                 fixtures[layer] = golden.of_checkpoint(source.config, source, layer)
-        Path(args.write).mkdir(parents=True, exist_ok=True)  # after all checks of the model
-        written = [Path(args.write) / f"layer_{layer}.safetensors" for layer in fixtures]
-        for path, fixture in zip(written, fixtures.values(), strict=True):
-            fixture.save(path)
+        names = [f"layer_{layer}.safetensors" for layer in fixtures]
+        with appearing(Path(args.write), directory=True, into=True) as folder:
+            for name, fixture in zip(names, fixtures.values(), strict=True):
+                fixture.save(folder / name)
+        written = [Path(args.write) / name for name in names]
     for path in written:
         size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
         show(f"{path}: {show_bytes(size)}")

@@ -113,8 +113,7 @@ class TrainingState:
             f"{own}losses": torch.tensor(steps.losses, dtype=torch.float64, device="cpu"),
         }
         self._tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(self.path, self._tensors, {MADE_BY: self.settings})
+        write_tensors(self.path, self._tensors, {MADE_BY: self.settings}, parents=True)
         self.saved = time.perf_counter()
 
     def remove(self) -> None:

@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file that appears complete or not at all. Numbers must be finite: JSON has no others."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(value, indent=1, allow_nan=False))
+    write_text(path, json.dumps(value, indent=1, allow_nan=False), parents=True)
 
 
 def make_folder(folder: Path, name: str) -> None:
