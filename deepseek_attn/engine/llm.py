@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, Self, Unpack, overload
 
 from tqdm.auto import tqdm
 
-from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.data import SMALL_CHECKPOINT
 from deepseek_attn.engine.completion import Completion, RequestFailed, message_deltas
@@ -26,7 +25,7 @@ from deepseek_attn.engine.sampling import SamplingParams, checked_params
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.engine.structured import with_response_format
 from deepseek_attn.runner import ModelRunner
-from deepseek_attn.runner.options import RunnerOptions, check_runner_options, lists_options
+from deepseek_attn.runner.options import RunnerOptions, check_runner_options, lists_options, open_pretrained
 from deepseek_attn.runner.prompts import each_prompt, prompt_list
 from deepseek_attn.runner.replay import Replayed
 from deepseek_attn.text.chat import ChatOptions, check_switches
@@ -140,9 +139,9 @@ class LLM:
         check_runner_options("LLM", options, "speculate", "before_load")
         if not is_integer(speculate) or speculate < 0:
             raise ValueError(f"speculate={speculate!r:.80}: must be an integer of at least 0 (0: no drafts)")
-        model = SMALL_CHECKPOINT if model is None else model
-        # shards are not looked at here
-        source = PretrainedSource(model, options.get("layers"), options.get("attention_only", False))
+        if before_load is not None and not callable(before_load):
+            raise ValueError(f"before_load={before_load!r:.80}: must be a function of the `Prompts`, or None")
+        source = open_pretrained(SMALL_CHECKPOINT if model is None else model, options)  # looks at no shard
         self.directory = source.directory
         self.prompts = Prompts(source, options.get("max_model_len"))
         self.tokenizer = self.prompts.tokenizer
@@ -153,7 +152,6 @@ class LLM:
                 source.check_shards()  # what is wrong with the checkpoint comes first
                 raise
         defaults = RunnerOptions(expected_drafts=speculate, compile_ahead=COMPILE_AHEAD)
-        options["layers"] = source.layers
         with source:
             self.runner = ModelRunner.from_source(source.config, source, **defaults | options)
         decoder = MTPSpeculation(self.runner, speculate) if speculate else None

@@ -27,7 +27,7 @@ from deepseek_attn.runner.build import build_runner
 from deepseek_attn.runner.drafting import BlockDrafter, DraftRows, check_drafts
 from deepseek_attn.runner.graphs import DecodeRun, DraftTokens
 from deepseek_attn.runner.logprobs import TokenLogprobs, check_top
-from deepseek_attn.runner.options import RunnerOptions, check_runner_options, lists_options
+from deepseek_attn.runner.options import RunnerOptions, check_runner_options, lists_options, open_pretrained
 from deepseek_attn.runner.prompts import TokenIds, each_prompt, token_list
 from deepseek_attn.runner.record_store import RecordStore
 from deepseek_attn.runner.replay import Replay, Replayed
@@ -74,8 +74,7 @@ class ModelRunner(StepRunner):
             ValueError: the directory, the config, the tensors or the options are wrong; nothing is allocated.
         """
         check_runner_options("from_pretrained", options)
-        with PretrainedSource(model, options.get("layers"), options.get("attention_only", False)) as source:
-            options["layers"] = source.layers
+        with open_pretrained(model, options) as source:
             return cls.from_source(source.config, source, **options)
 
     @classmethod

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 import torch
 
+from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.impls.options import AttentionOptions
@@ -131,10 +133,44 @@ def explanations() -> dict[str, str]:
     return texts
 
 
+def is_a(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def are_integers(values: Any) -> bool:
+    """Whether the values are integers, as far as can be seen without reading an iterator."""
+    if not isinstance(values, Collection):
+        return isinstance(values, Iterable)
+    return not isinstance(values, str) and all(map(is_integer, values))
+
+
+NONE = type(None)
+SWITCHES = ("attention_only", "deterministic", "approximate_prefill", "compile_ahead", "progress")
+SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_rollback", "max_snapshots", "seed")
+OPTIONAL_SIZES = ("max_model_len", "kv_cache_bytes", "prefill_workspace_rows", "expert_cache_bytes")
+IMPL = "the name of an impl, which `info` lists"
+TYPES: dict[tuple[str, ...], tuple[Callable[[Any], bool], str]] = {
+    SWITCHES: (is_a(bool), "True or False"),
+    ("cuda_graphs",): (is_a(bool, NONE), "True, False or None"),
+    ("parallel",): (is_a(Parallel, NONE), "of `parallel.launched`, or None"),
+    ("device",): (is_a(str, torch.device, NONE), "cpu, cuda or cuda:N as text, a torch.device, or None"),
+    ("dtype",): (is_a(str, torch.dtype, NONE), "the name of a dtype, a torch.dtype, or None"),
+    ("numerics",): (is_a(str, Numerics, NONE), "the name of a preset, a Numerics, or None"),
+    ("backend",): (is_a(str), IMPL),
+    ("decode_backend", "prefill_backend"): (is_a(str, NONE), IMPL),
+    ("fp8_mode", "expert_memory"): (is_a(str), "a name"),
+    ("index_keys",): (is_a(str, NONE), "a name, or None"),
+    ("layers",): (lambda value: value is None or are_integers(value), "a list of numbers of layers, or None"),
+    SIZES: (is_integer, "an integer"),
+    OPTIONAL_SIZES: (lambda value: value is None or is_integer(value), "an integer, or None"),
+    ("expected_drafts",): (lambda value: is_integer(value) and value >= 0, "an integer of at least 0"),
+}
+
+
 def check_runner_options(where: str, options: Mapping[str, object], *others: str) -> None:
     """Raises ValueError for names that are not options of a runner, and for values of another type.
 
-    Sizes, and names of devices, formats and impls, are checked where they are used.
+    Ranges of sizes, and names of devices, formats and impls, are checked where they are used.
 
     Args:
         where: the function that was given ``options``, for the message; others: its own keyword arguments.
@@ -143,22 +179,18 @@ def check_runner_options(where: str, options: Mapping[str, object], *others: str
     unknown = sorted(set(options) - known)
     if unknown:
         raise ValueError(f"{where}: no such options: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    problems = []
-    for name in ("attention_only", "deterministic", "approximate_prefill", "compile_ahead", "progress"):
-        if not isinstance(options.get(name, False), bool):
-            problems.append(f"{name}={shown(options[name])}: must be True or False")
-    if not isinstance(options.get("cuda_graphs"), bool | None):
-        problems.append(f"cuda_graphs={shown(options['cuda_graphs'])}: must be True, False or None")
-    if not isinstance(options.get("parallel"), Parallel | None):
-        problems.append(f"parallel={shown(options['parallel'])}: must be of `parallel.launched`, or None")
-    for name in ("backend", "decode_backend", "prefill_backend"):
-        if not isinstance(options.get(name, "auto"), str if name == "backend" else str | None):
-            problems.append(f"{name}={shown(options[name])}: must be the name of an impl, which `info` lists")
-    for name, least in (("expected_drafts", 0), ("seed", None)):
-        value = options.get(name, 0)
-        if not is_integer(value) or (least is not None and value < least):
-            problems.append(
-                f"{name}={shown(value)}: must be an integer{'' if least is None else f' of at least {least}'}"
-            )
+    problems = [
+        f"{name}={shown(options[name])}: must be {expected}"
+        for names, (fits, expected) in TYPES.items()
+        for name in names
+        if name in options and not fits(options[name])
+    ]
     if problems:
         raise ValueError("invalid options:\n  - " + "\n  - ".join(problems))
+
+
+def open_pretrained(model: str | Path, options: RunnerOptions) -> PretrainedSource:
+    """The tensors of a checkpoint that these options need. ``layers`` of the options becomes a list, read once."""
+    source = PretrainedSource(model, options.get("layers"), options.get("attention_only", False))
+    options["layers"] = source.layers
+    return source

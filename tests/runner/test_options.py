@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import get_type_hints
 
 import pytest
@@ -11,7 +12,7 @@ from deepseek_attn import LLM, ModelConfig, ModelRunner
 from deepseek_attn.checkpoint import RandomSource, SafetensorsSource, write_checkpoint
 from deepseek_attn.runner import StepOptions
 from deepseek_attn.runner.build import build_runner
-from deepseek_attn.runner.options import RunnerOptions
+from deepseek_attn.runner.options import TYPES, RunnerOptions
 from tests.support.typed import untyped
 
 PARAMETERS = {
@@ -82,6 +83,21 @@ def test_known_options_arrive():
         ({"decode_backend": 5}, "decode_backend=5: must be the name of an impl"),
         ({"expected_drafts": -1}, "expected_drafts=-1: must be an integer of at least 0"),
         ({"parallel": 5}, "parallel=5: must be of `parallel.launched`"),
+        ({"device": 0}, "device=0: must be cpu, cuda or cuda:N as text, a torch.device, or None"),
+        ({"dtype": 5}, "dtype=5: must be the name of a dtype, a torch.dtype, or None"),
+        ({"numerics": 5}, "numerics=5: must be the name of a preset, a Numerics, or None"),
+        (
+            {"expert_memory": None, "index_keys": 8},
+            "expert_memory=None: must be a name\n.*index_keys=8: ",
+        ),
+        ({"layers": "0,1"}, "layers='0,1': must be a list of numbers of layers, or None"),
+        ({"layers": [0, "1"]}, r"layers=\[0, '1'\]: must be a list"),
+        ({"layers": 5}, "layers=5: must be a list"),
+        (
+            {"max_num_seqs": None, "max_model_len": 1.5},
+            "max_num_seqs=None: must be an integer\n.*max_model_len=1.5",
+        ),
+        ({"kv_cache_bytes": "1G"}, "kv_cache_bytes='1G': must be an integer, or None"),
         ({"seed": None}, "seed=None: must be an integer"),
         ({"seed": 1.5, "compile_ahead": 0}, "compile_ahead=0.*seed=1.5"),
     ],
@@ -90,6 +106,16 @@ def test_known_options_arrive():
 def test_values_of_another_type_are_refused_before_anything_is_read(options, message):
     with pytest.raises(ValueError, match=f"(?s)^invalid options:.*{message}"):
         ModelRunner.from_config("absent", **options)
+
+
+def test_every_option_has_a_type():
+    assert {name for names in TYPES for name in names} == {*RunnerOptions.__annotations__, "seed"}
+
+
+@pytest.mark.parametrize("before_load", [5, "f", [print]])
+def test_a_hook_that_is_no_function_is_named_before_anything_is_read(before_load):
+    with pytest.raises(ValueError, match=rf"before_load={re.escape(repr(before_load))}: must be a function"):
+        LLM("absent", before_load=untyped(before_load))
 
 
 @pytest.mark.parametrize("path", [None, 5, b"tiny", {}])
