@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +27,6 @@ from deepseek_attn.kernels.moe.types import (
 )
 from deepseek_attn.kernels.moe.uses import DECAY, MAX_TOKENS, USE
 from deepseek_attn.utils.tape import reads_values, recording
-
-# CPU matrix products round a row differently when there are fewer rows than a tile. Padding to whole tiles makes a
-# token's result independent of which other tokens chose the same expert. So do products of one row at a time, which are
-# faster for the few rows of a decode step.
-ROW_TILE = 16
 
 SCORES = {
     "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
@@ -118,18 +112,14 @@ def moe_experts(call: ExpertsCall) -> Tensor:
         out = project(w2, hidden.to(x.dtype).split_with_sizes([block.shape[0] for block in blocks])).float()
         return out.mul_(weight) if weigh_output else out
 
-    # a quantised expert is dequantised for each of its blocks
-    if len(x) == 1 or (w1.scale is None and experts.numel() <= ROW_TILE):
-        out = _row_by_row(x, experts, weights, run)
-    else:
-        out = _in_tiles(x, experts, weights, call.num_experts, run)
+    out = _by_expert(x, experts, weights, run)
     if add_ready is not None:
         add_ready.wait()
     return out if add is None else (out + add).to(x.dtype)
 
 
 def _of_one_token(call: ExpertsCall) -> Tensor:
-    """`_row_by_row` of one token for a tape: values are read for the products alone."""
+    """`_by_expert` of one token for a tape: values are read for the products alone."""
     x, experts, _, w1, w3, w2, limit, weigh_output, input_format, *_ = call
     weight = call.weights.t()
 
@@ -182,63 +172,18 @@ def _project_rows(
 RunExperts = Callable[[Sequence[Tensor], list[int], Tensor], Tensor]
 
 
-class Pair(NamedTuple):
-    """A token and an expert that it is routed to."""
-
-    expert: int
-    token: int
-    weight: float
-
-
-def _row_by_row(x: Tensor, experts: Tensor, weights: Tensor, run: RunExperts) -> Tensor:
-    """Sums, float32 ``[T, D]``, of few tokens: a product for each pair of a token and an expert."""
-    rows = x.split_with_sizes([1] * len(x)) if len(x) > 1 else [x]
-    pairs = sorted(
-        Pair(expert, token, weight)
-        for token, (chosen, of_token) in enumerate(zip(experts.tolist(), weights.tolist(), strict=True))
-        for expert, weight in zip(chosen, of_token, strict=True)
-        if expert >= 0
-    )
-    if not pairs:
-        return torch.zeros(x.shape, device=x.device, dtype=torch.float32)
-    weight = torch.tensor([[pair.weight] for pair in pairs], dtype=weights.dtype, device=x.device)
-    outputs = run([rows[pair.token] for pair in pairs], [pair.expert for pair in pairs], weight)
-    sums: dict[int, Tensor] = {}
-    for pair, output in zip(pairs, outputs.split_with_sizes([1] * len(pairs)), strict=True):
-        sums[pair.token] = sums[pair.token] + output if pair.token in sums else output
-    if len(x) == 1:
-        return sums[0]
-    none = torch.zeros_like(outputs[:1])
-    return torch.cat([sums.get(token, none) for token in range(len(x))])
-
-
-def _in_tiles(x: Tensor, experts: Tensor, weights: Tensor, count: int, run: RunExperts) -> Tensor:
-    """Sums, float32 ``[T, D]``: a product for each of ``count`` experts, of its tokens padded to whole tiles."""
-    is_local = experts >= 0
+def _by_expert(x: Tensor, experts: Tensor, weights: Tensor, run: RunExperts) -> Tensor:
+    """Sums, float32 ``[T, D]``: a product for each expert, of its tokens; a token's are added in order of experts."""
     out = torch.zeros(x.shape, device=x.device, dtype=torch.float32)
-    if not is_local.any():
+    expert_of_pair = experts.flatten()
+    order = expert_of_pair.argsort(stable=True)  # of pairs of a token and an expert, by expert
+    order = order[expert_of_pair[order] >= 0]
+    if not len(order):
         return out
-    order = experts.flatten().argsort(stable=True)
-    order = order[is_local.flatten()[order]]  # of pairs of a token and an expert, by expert
     tokens = order // experts.shape[1]
-    place, sizes = _lay_out(experts.flatten()[order], count)
-    pair = order.new_zeros(sum(sizes)).index_copy_(0, place, order)  # the first one's again where a tile is padded
-    rows, weight = x.index_select(0, pair // experts.shape[1]), weights.flatten()[pair].unsqueeze(1)
-    chosen = [expert for expert, size in enumerate(sizes) if size]
-    outputs = run(rows.split_with_sizes([size for size in sizes if size]), chosen, weight)
-    return out.index_add_(0, tokens, outputs.index_select(0, place))
-
-
-def _lay_out(expert_of_row: Tensor, count: int) -> tuple[Tensor, list[int]]:
-    """Place of each row after padding, and number of rows of each expert; the rows come sorted by expert.
-
-    Each expert's rows are padded to whole tiles of ``ROW_TILE``.
-    """
-    counts = torch.bincount(expert_of_row, minlength=count)
-    padded = (counts + ROW_TILE - 1) // ROW_TILE * ROW_TILE
-    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
-    place = torch.arange(len(expert_of_row), device=expert_of_row.device) + shift[expert_of_row]
-    return place, padded.tolist()
+    chosen, sizes = (part.tolist() for part in expert_of_pair[order].unique_consecutive(return_counts=True))
+    outputs = run(x.index_select(0, tokens).split_with_sizes(sizes), chosen, weights.flatten()[order].unsqueeze(1))
+    return out.index_add_(0, tokens, outputs)
 
 
 def fetch_experts(

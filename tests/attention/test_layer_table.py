@@ -21,7 +21,7 @@ from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.kernels.common.norm_rope import rotate_
 from deepseek_attn.kernels.insert import reference as insert_reference
 from deepseek_attn.runner.model_runner import ModelRunner
-from tests.support.small_models import assert_close, prompt, small_config, small_runner
+from tests.support.small_models import assert_close, experts_by_token, prompt, small_config, small_runner
 from tests.support.tiers import tiered
 from tests.support.typed import required
 
@@ -180,6 +180,7 @@ def test_scale_and_sink(stack, ratio):
 @pytest.mark.parametrize(
     ("window", "chunk_size"), tiered(product([1, 16, 64, 128], [None, 1]), [(1, 1), (16, 1), (128, None)])
 )
+@experts_by_token()
 def test_window_includes_the_query_itself(window, chunk_size):
     """A key at distance ``window`` has no weight at all, one at ``window - 1`` has."""
     config = small_config([0], sliding_window=window, hidden_size=64, quantization_config=None)
@@ -197,6 +198,7 @@ def test_window_includes_the_query_itself(window, chunk_size):
 @pytest.mark.parametrize(
     ("ratio", "chunk_size"), tiered(product([4, 16, 128], [None, 1]), [(4, 1), (16, 1), (128, None)])
 )
+@experts_by_token()
 def test_an_entry_is_visible_from_the_last_token_of_its_window(ratio, chunk_size):
     """Beyond the sliding window a token acts through its entry: from position ratio - 1 on, and not before."""
     config = small_config([ratio], sliding_window=1, hidden_size=64, quantization_config=None)

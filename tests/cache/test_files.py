@@ -25,7 +25,7 @@ from deepseek_attn.cache.files import make_digest
 from deepseek_attn.cache.pages import OutOfPages
 from deepseek_attn.layers.parallel import Parallel
 from tests.cache.runner_cases import NUMERICS, compute, poison_free_pages, runner_of
-from tests.support.small_models import prompt
+from tests.support.small_models import experts_by_token, prompt
 from tests.support.tiers import tiered
 
 SAVED = [(family, n, q) for q in NUMERICS for family, n in (("mixed", 3), ("mixed", 150), ("window", 90), ("v32", 70))]
@@ -321,6 +321,7 @@ def test_damage_anywhere(tmp_path):
 
 
 @pytest.mark.parametrize("family", tiered(["mixed", "v32", "v41"], ["mixed", "v32"]))
+@experts_by_token()
 def test_nan_in_pages_stays_in_its_sequence(family, contents, tmp_path):
     """A page holds any values, as a model's may: other sequences of the step, and the pages' next owners, see none."""
     runner = runner_of(family)

@@ -28,7 +28,14 @@ from tests.support.invariance_cases import (
     shared_runner,
 )
 from tests.support.oracle_dense import DenseOracle
-from tests.support.small_models import assert_close, assert_no_near_tie, prompt, small_config, small_runner
+from tests.support.small_models import (
+    assert_close,
+    assert_no_near_tie,
+    experts_by_token,
+    prompt,
+    small_config,
+    small_runner,
+)
 from tests.support.tiers import exhaustive_on_cpu, tiered
 from tests.support.typed import of_type
 
@@ -216,6 +223,7 @@ def test_caches_do_not_depend_on_chunks(ratio, numerics, monkeypatch):
         [(0, "exact")],
     ),
 )
+@experts_by_token()
 def test_later_tokens_change_no_earlier_bit(ratio, numerics):
     runner = shared_runner((ratio, ratio), numerics)
     length = 2 * ratio + 6 if ratio == 128 else 70

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.checkpoint import CheckpointSource, RandomSource
 from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.kernels.moe import ExpertsCall, reference
 from deepseek_attn.models.moe import Gate
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.oracle_output import OracleOutput
@@ -90,6 +92,25 @@ def assert_same_codes(
     errors = (actual - expected).norm(dim=1) / expected.norm(dim=1)
     assert float((errors < same).double().mean()) >= share, (what, errors.tolist())
     assert float(errors.max()) < largest, (what, errors.tolist())
+
+
+@contextmanager
+def experts_by_token() -> Iterator[None]:
+    """In plain torch, experts inside compute one token at a time.
+
+    Otherwise the products of an expert round a token by the number and order of the tokens that chose it.
+    """
+    compute = reference.moe_experts
+
+    def one_by_one(call: ExpertsCall) -> torch.Tensor:
+        by_token = [call.x.split(1), call.experts.split(1), call.weights.split(1)]
+        parts = [compute(call._replace(x=x, experts=e, weights=w, add=None)) for x, e, w in zip(*by_token, strict=True)]
+        out = torch.cat(parts) if parts else compute(call._replace(add=None))
+        return out if call.add is None else (out + call.add).to(call.x.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "moe_experts", one_by_one)
+        yield
 
 
 def assert_no_near_tie(output: OracleOutput) -> None:

@@ -29,7 +29,7 @@ def run(case, rows: slice = slice(None)) -> torch.Tensor:
     return reference.moe_experts(ExpertsCall(x, experts, weights, case.w1, case.w3, case.w2, LIMIT))
 
 
-@pytest.mark.parametrize("T", [1, 2, 5, 6, 40])  # with 3 experts each, up to 5 tokens run a row at a time
+@pytest.mark.parametrize("T", [1, 2, 5, 6, 40])
 def test_every_pair_counts_once(T):
     case = make_case(T, 96, 40, 7, 3, "plain", torch.float32, "cpu")
     case.experts[T // 2, 1] = -1  # another rank's
@@ -47,12 +47,3 @@ def test_tokens_without_an_expert_of_this_rank_are_zero(T):
     assert out[max(T - 1, 0) :].any() == (T > 0)
     case.experts[:] = -1
     assert torch.equal(run(case), torch.zeros(T, 96))
-
-
-def test_a_few_tokens_are_bit_for_bit_what_they_are_alone():
-    """A verification of drafts computes what decode steps without drafts would (widths that whole vectors divide)."""
-    case = make_case(5, 128, 64, 7, 3, "plain", torch.float32, "cpu")
-    case.experts[:3, 0] = 2
-    together = run(case)
-    for t in range(5):
-        assert torch.equal(run(case, slice(t, t + 1)), together[t : t + 1])
