@@ -57,6 +57,9 @@ def check_index_rows(rows: IndexQueryRows) -> None:
     check("q", rows.q, (len(rows.weights), "heads * dim"), FLOATS, rows=True)
     check("positions", rows.positions, (len(rows.weights),))
     check("cos_sin", rows.cos_sin, ("positions", "rope_dim"), torch.float32, contiguous=True)
+    (heads, width), rope_dim = (rows.weights.shape[1], rows.q.shape[1]), rows.cos_sin.shape[1]
+    if width % max(1, heads) or rope_dim * heads > width:
+        raise ValueError(f"q of {width} channels for {heads} heads, of which {rope_dim} rotate: must be heads * dim")
     if rows.key_format not in KEY_FORMATS.values():
         raise ValueError(f"index keys are {', '.join(KEY_FORMATS.values())}, got {rows.key_format!r}")
 

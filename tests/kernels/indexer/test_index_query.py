@@ -146,6 +146,8 @@ def test_kernel_takes_no_rows(kernel, device):
     [
         ("weights must be", {"weights": torch.zeros(3, 2, dtype=torch.int32)}),
         ("q must be", {"q": torch.zeros(2, 256)}),
+        ("q of 255 channels for 2 heads", {"q": torch.zeros(3, 255)}),
+        ("q of 100 channels for 2 heads, of which 64 rotate", {"q": torch.zeros(3, 100)}),
         ("positions must be", {"positions": torch.zeros(2, dtype=torch.int64)}),
         ("cos_sin must be contiguous float32", {"cos_sin": torch.zeros(9, 64, dtype=torch.bfloat16)}),
         ("index keys are plain, fp8, fp4, got 'fp6'", {"key_format": "fp6"}),
@@ -161,7 +163,8 @@ def test_refuses(words, change):
 def test_kernel_refuses_what_it_cannot_take(kernel, device):
     rows = IndexQueryRows(*make(3, 2, torch.float32, device), 1.0, "fp8")
     for words, change in {
-        "q must be": {"q": rows.q[:, :200]},
+        "q must be": {"q": rows.q[:2]},
+        "q of 255 channels": {"q": rows.q[:, :255]},
         "index keys are": {"key_format": "fp6"},
         "positions must be": {"positions": rows.positions[:2]},
         "q must be float32, bfloat16 or float16": {"q": rows.q.int()},

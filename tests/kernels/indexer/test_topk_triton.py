@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deepseek_attn.cache.records import make_index_record
-from deepseek_attn.kernels.indexer import PagedIndexKeys, reference
+from deepseek_attn.kernels import indexer
+from deepseek_attn.kernels.indexer import MAX_TRITON_TOPK, PagedIndexKeys, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -266,5 +267,9 @@ def test_refuses_what_it_cannot_take(gpu):
         topk_indices(scores.double(), lens, 4)
     with pytest.raises(ValueError, match="lens must be"):
         topk_indices(scores, lens[:1], 4)
-    with pytest.raises(ValueError, match="k must be"):
-        topk_indices(scores, lens, 5000)
+
+
+def test_plain_torch_serves_more_columns_than_the_kernel(gpu):
+    scores, lens = torch.randn(2, MAX_TRITON_TOPK + 8, device=gpu), torch.tensor([MAX_TRITON_TOPK + 5, 3], device=gpu)
+    got = indexer.topk_indices(scores, lens, MAX_TRITON_TOPK + 1)
+    assert torch.equal(got, reference.topk_indices(scores, lens, MAX_TRITON_TOPK + 1))
