@@ -85,6 +85,9 @@ def main() -> None:
     parser.add_argument(
         "--shares", type=shares, default=[0.0, 0.5, 0.8, 1.0], help="right parts of predictions; 'none': none is made"
     )
+    parser.add_argument(
+        "--in-a-row", type=int, default=4, help="steps launched before one is waited for, as engines do (default: 4)"
+    )
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -296,7 +299,7 @@ class Bench:
             uniform = torch.rand(layers, T, E, device=self.device, generator=generator).clamp_(min=1e-9)
             yield (log_weight[:, None] - (-uniform.log()).log()).topk(topk, -1).indices
 
-    def draws(self, rows: ExpertRows, ids: Tensor, kind: str, guessed: Tensor | None = None) -> Callable[..., None]:
+    def draws(self, rows: ExpertRows, ids: Tensor, kind: str, guessed: Tensor | None = None) -> Draw:
         """A function that draws ``ids [layers, T, topk]``, which steps read, and what modes with a share predict."""
         (layers, T, topk), E = ids.shape, len(rows.layers[0].state.row)
         self.calls += 1  # the residents know the routings of earlier calls
@@ -304,60 +307,59 @@ class Bench:
         if kind == "zipf" and self.device.type == "cuda":
             self.settle(rows, layers, drawn)
 
-        def draw(mode: Mode, again: bool) -> None:
-            if not again:
-                ids.copy_(next(drawn))
-            if mode.share is not None and guessed is not None:
+        def draw(mode: Mode, again: bool) -> Callable[[], object]:
+            routing = ids.clone() if again else next(drawn)
+            guesses = routing
+            if mode.share is not None:
                 is_right = torch.rand(ids.shape, device=ids.device) < (1.0 if again else mode.share)
-                guessed.copy_(torch.where(is_right, ids, next(others)))
+                guesses = torch.where(is_right, routing, next(others))
+            return lambda: (ids.copy_(routing), guessed is None or guessed.copy_(guesses))
 
         return draw
 
-    def steps(
-        self, rows: ExpertRows, layers: int, modes: Sequence[Mode], draw: Callable[[Mode, bool], None]
-    ) -> list[dict[str, Any]]:
+    def steps(self, rows: ExpertRows, layers: int, modes: Sequence[Mode], draw: Draw) -> list[dict[str, Any]]:
         """Means of steps: seconds, experts copied, share of needed experts already on the GPU.
 
-        The modes take steps in turn, so that a bus that other programs use as well is the same for all.
-
-        Args:
-            draw: sets the inputs of a step of a mode, ``again``: the same as before, and no wrong prediction.
+        The modes take ``--in-a-row`` steps in turn, so that a bus that other programs use as well is the same for all.
         """
-        totals = [layer.state.totals for layer in rows.layers[:layers]]
+        totals, in_a_row = [layer.state.totals for layer in rows.layers[:layers]], self.args.in_a_row
 
         def step(mode: Mode, again: bool = False) -> float:
-            draw(mode, again)
+            inputs = [draw(mode, again) for _ in range(in_a_row)]
             self.synchronize()
             begin = time.perf_counter()
-            mode.run()
+            for set_inputs in inputs:
+                set_inputs()
+                mode.run()
             self.synchronize()
-            return time.perf_counter() - begin
+            return (time.perf_counter() - begin) / in_a_row
 
         seconds, number = self.args.seconds * len(modes), 0
         deadline, number = time.perf_counter() + seconds, 0
         while number < STEPS and time.perf_counter() < deadline:
             for mode in modes:
                 step(mode)
-            number += 1
+            number += in_a_row
         times: list[list[float]] = [[] for _ in modes]
         counts = torch.zeros(len(modes), 4, dtype=torch.int64, device=self.device)
         rates = [self.memcpy_rate(again=True)]
         deadline = time.perf_counter() + seconds
-        while len(times[0]) < 5 or (len(times[0]) < STEPS and time.perf_counter() < deadline):
+        while (done := len(times[0]) * in_a_row) < 5 or (done < STEPS and time.perf_counter() < deadline):
             for i, mode in enumerate(modes):
                 before = torch.stack(totals).sum(0)
                 times[i].append(step(mode))
                 counts[i] += torch.stack(totals).sum(0) - before
         self.rate = statistics.mean([*rates, self.memcpy_rate(again=True)])
         results: list[dict[str, Any]] = []
-        for mode, taken, count in zip(modes, times, (counts / len(times[0])).tolist(), strict=True):
+        for mode, taken, count in zip(modes, times, (counts / (len(times[0]) * in_a_row)).tolist(), strict=True):
             needed, fetched, ahead, dropped = count
             # the same routing again: all experts are there, or in rows of the call
             there = statistics.median([step(mode, True) for _ in range(6)][1:])
             results.append({
-                "seconds": statistics.mean(taken), "median_seconds": statistics.median(taken), "steps": len(taken),
-                "steps_before": number, "copied": fetched + ahead, "needed": needed,
-                "hit_rate": 1 - (fetched + ahead) / needed, "seconds_all_there": there, "memcpy_rate": self.rate,
+                "seconds": statistics.mean(taken), "median_seconds": statistics.median(taken),
+                "steps": len(taken) * in_a_row, "steps_before": number, "in_a_row": in_a_row,
+                "copied": fetched + ahead, "needed": needed, "hit_rate": 1 - (fetched + ahead) / needed,
+                "seconds_all_there": there, "memcpy_rate": self.rate,
             } | ({} if mode.share is None else {"share": mode.share, "ahead": ahead, "dropped": dropped}))  # fmt: skip
         return results
 
@@ -566,9 +568,7 @@ class Bench:
             guessed = ids.clone()
             given.routings[batch], given.guesses[batch] = list(ids), list(guessed)
 
-            def time_modes(
-                kind: str, modes: list[Mode], draw: Callable[[Mode, bool], None], batch: int = batch
-            ) -> None:
+            def time_modes(kind: str, modes: list[Mode], draw: Draw, batch: int = batch) -> None:
                 found = self.steps(rows, layers, modes, draw)
                 for mode, result in zip(modes, found, strict=True):
                     name = f"{kind}, batch {batch}" + ("" if mode.share is None else f", ahead {mode.share}")
@@ -593,11 +593,11 @@ class Bench:
                 torch.inference_mode(),
             ):
 
-                def draw_tokens(mode: Mode, again: bool, steps: list[TimedStep] = steps, batch: int = batch) -> None:
-                    if not again:
-                        tokens = torch.randint(config.vocab_size, (batch, 1), device="cpu").tolist()
-                        for step in steps:
-                            step.set_tokens(tokens)
+                def draw_tokens(
+                    mode: Mode, again: bool, steps: list[TimedStep] = steps, batch: int = batch
+                ) -> Callable[[], object]:
+                    tokens = torch.randint(config.vocab_size, (batch, 1), device="cpu").tolist()
+                    return lambda: None if again else [step.set_tokens(tokens) for step in steps]
 
                 modes = [Mode(steps[0].run), Mode(steps[1].run, round(results["router"], 3))]
                 time_modes("router", modes, draw_tokens)
@@ -795,6 +795,10 @@ class Mode(NamedTuple):
 
     run: Callable[[], object]
     share: float | None = None
+
+
+Draw = Callable[[Mode, bool], Callable[[], object]]
+"""Draws the inputs of a step of a mode, or takes the last ones ``again`` and predicts all; returns what sets them."""
 
 
 @dataclass
