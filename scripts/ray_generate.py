@@ -47,7 +47,7 @@ class Worker:
 
     def completions(self, params: SamplingParams) -> Iterator[IndexedCompletion]:
         record = record_arguments(self.llm, self.args.records)
-        yield from self.llm.generate_iter(self._queued(), params, encode=encoder(self.llm, self.args), **record)
+        yield from self.llm.generate_iter(self._queued(), params, encode=encoder(self.args), **record)
 
     def _queued(self) -> Iterator[IndexedPrompt | None]:
         taken = 0

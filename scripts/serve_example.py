@@ -30,9 +30,9 @@ from deepseek_attn.cli.options import Parser, add_runner_options, check_bounds, 
 from deepseek_attn.cli.terminal import say
 from deepseek_attn.engine.completion import Completion, RequestFailed
 from deepseek_attn.engine.llm import TextStream
-from deepseek_attn.engine.structured import with_response_format
 from deepseek_attn.runner.prompts import prompt_list
 from deepseek_attn.text.chat import ChatOptions
+from deepseek_attn.text.conversation import Chat
 from deepseek_attn.text.tokenizer import REPLACEMENT
 from deepseek_attn.utils.json_files import parse_json
 
@@ -100,8 +100,8 @@ def read_body(llm: LLM, body: dict[str, Any], chat: bool) -> Asked:
                 raise ValueError(f"thinking={thinking!r:.80}: its type must be 'enabled' or 'disabled'")
             choices["thinking"] = kind == "enabled"
         messages = given.get("messages", [])
-        prompt, _ = llm.chat_prompt(messages, **choices)
-        return Asked([prompt], with_response_format(params, messages, choices) or params, stream, with_usage)
+        prompt, params = llm.prompts.of_chat(Chat(messages, choices), params)
+        return Asked([prompt], params, stream, with_usage)
     if (prompt := given.get("prompt")) is None:
         raise ValueError("prompt is missing")
     prompts = prompt_list(prompt)

@@ -21,13 +21,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepseek_attn.cli.prompts import Chat, PromptLine, PromptLines, chat_options, conversation_of
+from deepseek_attn.cli.prompts import PromptLine, PromptLines, chat_options, conversation_of
 from deepseek_attn.cli.records import SUFFIX, record_arguments, record_file, replay_file
 from deepseek_attn.cli.terminal import say, show, write_above_bars
 from deepseek_attn.engine.completion import Completion
 from deepseek_attn.engine.llm import LLM, IndexedPrompt, Prompt
 from deepseek_attn.engine.sampling import SamplingParams
-from deepseek_attn.engine.structured import with_response_format
+from deepseek_attn.text.conversation import Chat
 from deepseek_attn.utils.json_files import parse_json
 from deepseek_attn.utils.line_files import LineFile, appending
 
@@ -144,12 +144,9 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
             known = done.pop(index, None)
             if known is None:
                 name = {} if line.id is None else {"id": line.id}
-                params = line.params
-                if isinstance(line.prompt, Chat):
-                    chat = conversation_of(self._args, line.prompt)
-                    params = with_response_format(params, chat.messages, chat.options)
                 replay = None if self._args.replay is None else replay_file(self._args.replay, index)
-                yield IndexedPrompt(index, line.prompt, params, replay), {"index": index, **name, "request": request}
+                head = {"index": index, **name, "request": request}
+                yield IndexedPrompt(index, line.prompt, line.params, replay), head
             elif known != request:
                 raise ValueError(
                     f"--resume: the line of prompt {index} in {self._args.out} is of another prompt, or was made with "
@@ -226,7 +223,7 @@ def complete_all(
     prompts = batch if batch is not None and ranks.world == 1 else shared(batch, ranks)
     try:
         record = record_arguments(llm, args.records)
-        for index, completion in llm.generate_iter(prompts, params, encode=encoder(llm, args), progress=True, **record):
+        for index, completion in llm.generate_iter(prompts, params, encode=encoder(args), progress=True, **record):
             if batch is not None:
                 batch.write(index, completion)
     except KeyboardInterrupt:
@@ -236,14 +233,11 @@ def complete_all(
     return 0 if batch is None else batch.finish()
 
 
-def encoder(llm: LLM, args: argparse.Namespace) -> Callable[[Any], Prompt]:
-    """Makes the token ids of chat messages, and with ``--chat`` of a user's message."""
+def encoder(args: argparse.Namespace) -> Callable[[Any], Prompt | Chat]:
+    """Makes the conversation of chat messages, and with ``--chat`` of a user's message."""
 
-    def encode(prompt: Any) -> Prompt:
-        if not args.chat and not isinstance(prompt, Chat):
-            return prompt
-        messages, options = conversation_of(args, prompt)
-        return llm.chat_prompt(messages, **options)[0]
+    def encode(prompt: Any) -> Prompt | Chat:
+        return conversation_of(args, prompt) if args.chat or isinstance(prompt, Chat) else prompt
 
     return encode
 

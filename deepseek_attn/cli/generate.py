@@ -12,7 +12,7 @@ from deepseek_attn.cli.conversation import converse, show_answer, show_completio
 from deepseek_attn.cli.load_report import add_report_option, show_report
 from deepseek_attn.cli.observe import add_observe_options, observed
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, read_text, runner_options
-from deepseek_attn.cli.prompts import Chat, conversation_of, read_messages, read_tools
+from deepseek_attn.cli.prompts import conversation_of, read_messages, read_tools
 from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
 from deepseek_attn.cli.records import add_record_options, check_records, record_arguments, replay_file, say_recorded
 from deepseek_attn.cli.terminal import say
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from deepseek_attn.engine.prompts import Prompts
     from deepseek_attn.engine.sampling import SamplingParams
     from deepseek_attn.layers.parallel import Parallel
+    from deepseek_attn.text.conversation import Chat
 
 DEFAULT_PROMPT = "Once upon a time"
 CONVERSATION_SNAPSHOTS = 2  # for the earlier turns, and for the beginning that every turn shares
@@ -213,10 +214,11 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
         replay = None if args.replay is None or args.prompts else TokenRecords.load(replay_file(args.replay))
 
         def before_load(prompts: Prompts) -> None:
-            nonlocal prompt
+            nonlocal prompt, params
             if args.chat and prompt is not None:
-                messages, options = conversation_of(args, prompt)
-                prompt, explanation = prompts.chat(messages, **options)
+                chat = conversation_of(args, prompt)
+                prompt, explanation = prompts.chat(chat.messages, **chat.options)
+                params = prompts.chat_params(chat, params)
                 say(f"chat: {explanation}")
             if plain:
                 checked: Any = [0] if prompt is None else prompt  # a conversation has become token ids

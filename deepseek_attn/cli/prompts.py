@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from deepseek_attn.cli.options import read_text
+from deepseek_attn.text.conversation import Chat
 from deepseek_attn.utils.json_files import JSONSyntaxError, parse_json
 
 if TYPE_CHECKING:
@@ -25,13 +26,6 @@ CHUNK_BYTES = 1 << 16  # bytes per read from a file of prompts
 KINDS = ("prompt", "token_ids", "messages")  # keys of a line that is an object
 BEGINS_AS_OBJECT = re.compile(r'\s*\[?\s*\{\s*"')  # start of a line meant to be JSON, even if broken
 AS_TEXT = "to complete the line as it stands, write it as a JSON string"
-
-
-class Chat(NamedTuple):
-    """A conversation: its messages, and the options of `ChatOptions` that it sets."""
-
-    messages: list[dict[str, Any]]
-    options: dict[str, Any]
 
 
 def read_messages(path: str) -> Chat:

@@ -23,12 +23,12 @@ from deepseek_attn.engine.records import RecordArguments, Recording
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams, checked_params
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.engine.structured import with_response_format
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.options import RunnerOptions, check_runner_options, lists_options, open_pretrained
 from deepseek_attn.runner.prompts import each_prompt, prompt_list
 from deepseek_attn.runner.replay import Replayed
 from deepseek_attn.text.chat import ChatOptions, check_switches
+from deepseek_attn.text.conversation import Chat
 from deepseek_attn.utils.clock import seconds_since
 
 COMPILE_AHEAD = os.environ.get("DEEPSEEK_ATTN_COMPILE_AHEAD", "1") != "0"
@@ -221,7 +221,7 @@ class LLM:
         prompts: Iterable[Prompt | IndexedPrompt | None],
         params: SamplingParams | None = None,
         *,
-        encode: Callable[[Any], Prompt] | None = None,
+        encode: Callable[[Any], Prompt | Chat] | None = None,
         max_in_flight: int | None = None,
         progress: bool = False,
         **record: Unpack[RecordArguments],
@@ -238,7 +238,7 @@ class LLM:
                 None instead of a prompt means "not there yet": running prompts continue; `next` is called again later.
             params: for prompts without parameters of their own. With a seed, the tokens of a prompt depend on its
                 index, not on other prompts.
-            encode: makes the prompt of an item, for instance of a chat message; a ValueError is that prompt's error.
+            encode: makes the prompt of an item, or its conversation (`Chat`); a ValueError is that prompt's error.
             max_in_flight: default: ``max_num_seqs``, the number of requests that can run at the same time.
             progress: show a bar over prompts with tokens per second, on a terminal.
             record: as in `generate`.
@@ -260,7 +260,7 @@ class LLM:
         self,
         prompts: Iterable[Prompt | IndexedPrompt | None],
         params: SamplingParams,
-        encode: Callable[[Any], Prompt] | None,
+        encode: Callable[[Any], Prompt | Chat] | None,
         max_in_flight: int,
         progress: bool,
         recording: Recording,
@@ -279,6 +279,8 @@ class LLM:
                 try:
                     prompt = encode(prompt) if encode else prompt
                     own = params if own is None else checked_params(own)
+                    if isinstance(prompt, Chat):
+                        prompt, own = self.prompts.of_chat(prompt, own)
                     request = self._make_request(prompt, own, index, recording, replay)
                 except ValueError as error:
                     request = Request.refused([], str(error))
@@ -374,8 +376,7 @@ class LLM:
                 ``continue_final_message``, ``allow_special``; see `ChatOptions`.
         """
         check_switches(stream=stream)
-        prompt, _ = self.chat_prompt(messages, **options)
-        params = with_response_format(params, messages, options)
+        prompt, params = self.prompts.of_chat(Chat(messages, {**options}), params)
         return self.stream(prompt, params) if stream else self.generate([prompt], params)[0]
 
     def chat_prompt(self, messages: list[dict], **options: Unpack[ChatOptions]) -> tuple[list[int], str]:

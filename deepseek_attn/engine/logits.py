@@ -116,7 +116,7 @@ class LogitsRules:
     def _all_but_stop(self) -> bytes:
         """Mask of the tokens allowed within the reasoning before a structured answer."""
         bits = np.ones(-(-self.vocab_size // 32) * 32, dtype=bool)
-        bits[self.stop_token_ids] = False
+        bits[[*self.stop_token_ids, *(() if self.grammar is None else self.grammar.not_reasoned)]] = False
         return np.packbits(bits, bitorder="little").tobytes()
 
     def forget(self) -> None:
@@ -147,8 +147,9 @@ class LogitsRules:
         """
         found = [word[-1] for word in self.sequences if output[len(output) - len(word) + 1 :] == list(word[:-1])]
         early = len(output) < self.params.min_tokens and not ended
-        reasoning = self.grammar is not None and self.grammar.is_reasoning(output)
-        return found + (self.stop_token_ids if early or reasoning else [])
+        if self.grammar is not None and self.grammar.is_reasoning(output):
+            return [*found, *self.stop_token_ids, *self.grammar.not_reasoned]
+        return found + (self.stop_token_ids if early else [])
 
     def counts(self, row: LogitsRow, device: torch.device) -> _Counts:
         """Occurrences of tokens in the prompt and the confirmed output; only those new since the last call are sent."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Unpack, cast
 
 from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.engine.records import named
 from deepseek_attn.engine.request import CheckedPrompt
 from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.engine.structured import KINDS, with_response_format
 from deepseek_attn.runner.prompts import TokenIds, token_list
 from deepseek_attn.runner.replay import Replay, Replayed
 from deepseek_attn.runner.sequence import TokenLimits
 from deepseek_attn.runner.token_records import ChoosingLayers
-from deepseek_attn.text.chat import ChatOptions, build_prompt
+from deepseek_attn.text.chat import ChatOptions, build_prompt, required_calls, thinks
+from deepseek_attn.text.conversation import Chat
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Prompt = str | TokenIds
@@ -61,6 +65,30 @@ class Prompts:
             raise ValueError(f"no such options of a chat: {given}; there are {supported}")
         limit = self.limits.max_model_len
         return build_prompt(self._need_tokenizer(), self.directory, messages, max_tokens=limit, **options)
+
+    def of_chat(self, chat: Chat, params: SamplingParams | None) -> tuple[list[int], SamplingParams]:
+        """Token ids of a conversation, and parameters that also restrict the answer, see `chat_params`."""
+        ids, _ = self.chat(chat.messages, **cast(ChatOptions, chat.options))
+        return ids, self.chat_params(chat, params)
+
+    def chat_params(self, chat: Chat, params: SamplingParams | None) -> SamplingParams:
+        """Parameters that also restrict the tokens to the calls or the format that the options of a chat require.
+
+        Without llguidance, ``"required"`` is only in the prompt of chat mode, which begins the calls.
+
+        Raises:
+            ValueError: ``params`` has a structure or ``ignore_eos`` beside calls that are required, or a function's
+                parameters have keywords that are not supported.
+        """
+        params, choice = params or SamplingParams(), chat.options.get("tool_choice")
+        grammar = required_calls(self._need_tokenizer(), self.directory, chat.options)
+        reasons = thinks(chat.options.get("thinking"), chat.options.get("reasoning_effort"))
+        prompt_alone = choice == "required" and not reasons and find_spec("llguidance") is None
+        if grammar is None or prompt_alone:
+            return with_response_format(params, chat.messages, chat.options)
+        if given := next((name for name in (*KINDS, "ignore_eos") if getattr(params, name) not in (None, False)), None):
+            raise ValueError(f"tool_choice={choice!r:.80} beside {given}: the text is calls, which EOS ends")
+        return replace(params, grammar=grammar)
 
     def check(self, prompt: Prompt, params: SamplingParams | None = None, replay: Replayed | None = None) -> None:
         """Raises ValueError where `LLM.generate` would, before anything is loaded."""

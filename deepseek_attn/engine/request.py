@@ -25,7 +25,7 @@ from deepseek_attn.runner.replay import Replay
 from deepseek_attn.runner.sequence import TokenLimits
 from deepseek_attn.runner.token_records import TokenRecords
 from deepseek_attn.text.chat import control_tokens, reply_start
-from deepseek_attn.text.reply import ANSWER, END_THINK, ControlMark, ReplyStart, parse_reply
+from deepseek_attn.text.reply import ANSWER, DSML, END_THINK, ControlMark, ReplyStart, parse_reply
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 ENDED_FROM_OUTSIDE = ("abort", "error")
@@ -76,13 +76,14 @@ class CheckedPrompt(NamedTuple):
         ids = model.limits.checked(prompt)
         reply = ANSWER if tokenizer is None else reply_start(tokenizer, ids)
         begins_after = tokenizer.token_id(END_THINK) if tokenizer is not None and reply.thinking else None
+        begins_calls = tuple(token for token, text in controls.items() if text == DSML)
 
         def new_stop() -> StopChecker:
             decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
             return StopChecker(stop_params, eos, decoder, controls)
 
         def new_rules() -> LogitsRules:
-            grammar = None if compiled is None else GrammarState(compiled, begins_after)
+            grammar = None if compiled is None else GrammarState(compiled, begins_after, begins_calls)
             return LogitsRules(params, words, {*stop_params.stop_token_ids, *eos}, vocab_size, grammar)
 
         new_rules()  # checks token ids, and functions

@@ -43,8 +43,8 @@ def compiled_grammar(
 
 
 def with_response_format(
-    params: SamplingParams | None, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> SamplingParams | None:
+    params: SamplingParams, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> SamplingParams:
     """Parameters of a chat whose ``response_format`` also restricts the tokens.
 
     ``params`` is returned unchanged, so that the prompt alone requests the format: without llguidance, with ``"strict":
@@ -66,7 +66,6 @@ def with_response_format(
         return params
     if options.get("continue_final_message") or any(messages[-1].get(key) for key in ("prefix", "wo_eos")):
         return params
-    params = SamplingParams() if params is None else params
     return params if any(getattr(params, name) is not None for name in KINDS) else replace(params, json_schema=schema)
 
 
@@ -141,10 +140,11 @@ class GrammarState:
     Args:
         compiled: a matcher at the beginning.
         begins_after: the token ``</think>`` if the prompt ends within reasoning: the grammar then begins after it.
+        not_reasoned: tokens that do not come within reasoning: ``｜DSML｜`` would end it, and begin calls.
     """
 
-    def __init__(self, compiled: Any, begins_after: int | None):
-        self._compiled, self._begins_after = compiled, begins_after
+    def __init__(self, compiled: Any, begins_after: int | None, not_reasoned: tuple[int, ...] = ()):
+        self._compiled, self._begins_after, self.not_reasoned = compiled, begins_after, not_reasoned
         self._matcher: Any = None
         self._consumed: list[int] = []
 
@@ -198,7 +198,8 @@ class _Vocabulary:
         self.tokens = [b""] * vocab_size
         for token, i in tokenizer.backend.get_vocab().items():
             known = i not in added and all(character in byte_of for character in token)
-            self.tokens[i] = bytes(byte_of[character] for character in token) if known else token.encode()
+            name = token if token.startswith("<") else f"<{token}>"  # by which a grammar can refer to a special token
+            self.tokens[i] = bytes(byte_of[character] for character in token) if known else name.encode()
         self.special_token_ids = sorted({*added, *(i for i, token in enumerate(self.tokens) if not token)})
 
     def __call__(self, text: bytes | str) -> list[int]:

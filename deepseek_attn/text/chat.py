@@ -10,12 +10,14 @@ out in one is tokenized like any other word, as DeepSeek's own renderer does, un
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from deepseek_attn.text import encoding
+from deepseek_attn.text.call_grammar import call_grammar
 from deepseek_attn.text.contents import encode_marked, mark_messages
 from deepseek_attn.text.encoding import ASSISTANT, REMINDER, SYSTEM, USER, Encoding, effort_text, encode_turns
 from deepseek_attn.text.messages import TASKS, MessageProblems, Turn, function_definitions, read_turns
@@ -42,7 +44,9 @@ class ChatOptions(TypedDict, total=False):
             the shipped encoders, for V4 no text about it and for V4.1 ``"high"`` (75). V3.2 has no efforts.
         tools: functions that the model may call, ``{"type": "function", "function": {"name": ..., "description": ...,
             "parameters": {JSON schema}}}`` each, or the function alone.
-        tool_choice: ``"auto"``; ``"none"``: as if no tools; ``"required"``: the answer begins with calls (chat mode).
+        tool_choice: ``"auto"``; ``"none"``: as if no tools; ``"required"``: the answer is calls; ``{"type": "function",
+            "function": {"name": ...}}``: one call of that function. In chat mode the prompt begins the calls;
+            `LLM.chat` restricts the tokens to calls with arguments of their schemas, behind reasoning too.
         response_format: OpenAI's ``{"type": "json_object"}`` or ``{"type": "json_schema", "json_schema": {"schema":
             ...}}``: the prompt requests that format. `LLM.chat` also restricts the tokens to it, see
             `with_response_format`.
@@ -55,7 +59,7 @@ class ChatOptions(TypedDict, total=False):
     thinking: bool | None
     reasoning_effort: str | int | None
     tools: list[dict[str, Any]] | None
-    tool_choice: str
+    tool_choice: str | dict[str, Any]
     response_format: dict[str, Any] | None
     documents: list[dict[str, Any]] | None
     continue_final_message: bool
@@ -69,7 +73,7 @@ def encode_messages(
     *,
     reasoning_effort: str | int | None = None,
     tools: list[dict[str, Any]] | None = None,
-    tool_choice: str = "auto",
+    tool_choice: str | dict[str, Any] = "auto",
     response_format: dict[str, Any] | None = None,
     continue_final_message: bool = False,
 ) -> str:
@@ -107,7 +111,7 @@ def _conversation(
     thinking: bool | None,
     effort: str | int | None,
     tools: list[dict[str, Any]] | None,
-    tool_choice: str,
+    tool_choice: str | dict[str, Any],
     response_format: dict[str, Any] | None,
     continued: bool,
 ) -> tuple[list[Turn], dict[str, Any]]:
@@ -124,10 +128,11 @@ def _conversation(
             "the last message is a system message, after which DeepSeek-V3.2's encoding has no answer: put it before "
             "the last user message",
         )
-    required = tool_choice == "required"
-    if required and (thinking or turns[-1].role == "assistant" or not functions):
-        problems.add("tool_choice", "'required' needs tools, chat mode and a last message that is not the assistant's")
+    required = tool_choice not in ("auto", "none")
+    if required and (turns[-1].role == "assistant" or not functions):
+        problems.add("tool_choice", "a call needs tools, and a last message that is not the assistant's")
     problems.check()
+    required_functions(functions, tool_choice)
     text = effort_text(style, None if effort == "none" else effort)
     asked = "" if response_format is None else encoding.response_format_text(style, response_format)
     return turns, {
@@ -135,7 +140,7 @@ def _conversation(
         "tools": functions,
         "response_format": asked,
         "effort": text,
-        "call_required": required,
+        "call_required": required and not thinking,
     }
 
 
@@ -158,9 +163,54 @@ def check_switches(**switches: object) -> None:
 
 def _chosen(tools: Any, choice: Any) -> Any:
     """The tools that the prompt describes."""
-    if choice not in ("auto", "none", "required"):
-        raise ValueError(f"tool_choice={choice!r:.80}: supported are 'auto', 'none' and 'required'")
+    if choice not in ("auto", "none", "required") and _named(choice) is None:
+        raise ValueError(
+            f"tool_choice={choice!r:.80}: supported are 'auto', 'none', 'required' and "
+            "{'type': 'function', 'function': {'name': ...}}"
+        )
     return [] if choice == "none" or tools is None else tools
+
+
+def _named(choice: Any) -> str | None:
+    """The function that ``tool_choice`` names."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def required_functions(functions: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
+    """The functions of which ``tool_choice`` requires a call: all, or the one that it names; none for ``"auto"``.
+
+    Raises:
+        ValueError: there is no function of this name.
+    """
+    if choice in ("auto", "none"):
+        return []
+    name = _named(choice)
+    found = [function for function in functions if name in (None, function["name"])]
+    if not found:
+        given = ", ".join(repr(function["name"]) for function in functions)
+        raise ValueError(f"tool_choice: there is no function {name!r:.80} among tools: {given[:400]}")
+    return found
+
+
+def required_calls(tokenizer: Tokenizer, directory: str | Path, options: Mapping[str, Any]) -> str | None:
+    """The grammar of the calls that ``tool_choice`` of a chat requires, see `call_grammar`; None if it requires none.
+
+    Args:
+        options: of `build_prompt`, which has checked them.
+    """
+    choice = options.get("tool_choice", "auto")
+    if choice in ("auto", "none"):
+        return None
+    functions = function_definitions(plain_value(options.get("tools"), "tools"), MessageProblems())
+    return call_grammar(
+        ENCODINGS[_version(Path(directory))],
+        required_functions(functions, choice),
+        begun=not thinks(options.get("thinking"), options.get("reasoning_effort")),
+        several=choice == "required",
+        spelled=tokenizer.token_id(DSML) is None,
+    )
 
 
 def parse_completion(text: str, thinking: bool) -> Reply:
@@ -235,7 +285,7 @@ def build_prompt(
     *,
     reasoning_effort: str | int | None = None,
     tools: list[dict[str, Any]] | None = None,
-    tool_choice: str = "auto",
+    tool_choice: str | dict[str, Any] = "auto",
     response_format: dict[str, Any] | None = None,
     documents: list[dict[str, Any]] | None = None,
     continue_final_message: bool = False,
@@ -277,8 +327,10 @@ def build_prompt(
             tools=_chosen(tools, tool_choice) or None, documents=plain_value(documents, "documents"),
             reasoning_effort=reasoning_effort, response_format=plain_value(response_format, "response_format"),
         )  # fmt: skip
-        if tool_choice == "required":
-            raise ValueError(f"tool_choice='required' needs the built-in encoding, and {directory} has a chat template")
+        if tool_choice not in ("auto", "none"):
+            raise ValueError(
+                f"tool_choice={tool_choice!r:.80} needs the built-in encoding, and {directory} has a chat template"
+            )
     else:
         if documents:
             raise ValueError("the built-in encoding has no place for documents: write them into a message")

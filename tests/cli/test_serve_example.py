@@ -214,6 +214,34 @@ def test_structured_output(client):
     assert "".join(chunk.choices[0].text for chunk in chunks) in ("yes", "no")
 
 
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs pip install 'deepseek-attn[structured]'")
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_required_call(client, llm, thinking):
+    """Of the function that is named, with arguments of its schema, whole and streamed."""
+    schema = {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}, "n": {"type": "boolean"}}}
+    tools = [TOOL, {"type": "function", "function": {"name": "f", "parameters": schema | {"required": ["kind", "n"]}}}]
+    ends = {str(llm.tokenizer.encode_plain("/")[0]): 5} | (
+        {str(llm.tokenizer.token_id("</think>")): 20} if thinking else {}
+    )
+    options = {"model": "tiny", "messages": HI, "tools": tools, "max_tokens": 800, "seed": 1, "logit_bias": ends}
+    options |= {"extra_body": {"thinking": {"type": "enabled"}}} if thinking else {}
+    for choice, names in (({"type": "function", "function": {"name": "f"}}, {"f"}), ("required", {"f", "weather"})):
+        [found] = client.chat.completions.create(tool_choice=choice, **options).choices
+        calls = [(call.function.name, call.function.arguments) for call in found.message.tool_calls]
+        assert found.finish_reason == "tool_calls"
+        assert {name for name, _ in calls} <= names
+        for name, text in calls:
+            values = json.loads(text)
+            assert (values["kind"] in ("a", "b") and type(values["n"]) is bool) if name == "f" else values == {}
+        streamed: list[tuple[str, str]] = []
+        for chunk in client.chat.completions.create(tool_choice=choice, stream=True, **options):
+            for piece in chunk.choices[0].delta.tool_calls or []:
+                if piece.id:
+                    streamed.append((piece.function.name, ""))
+                streamed[-1] = (streamed[-1][0], streamed[-1][1] + piece.function.arguments)
+        assert streamed == calls
+
+
 @pytest.mark.exhaustive
 def test_requests_at_the_same_time(client, llm):
     def ask(i: int) -> str:
@@ -357,7 +385,14 @@ def test_an_address_that_cannot_be_used(monkeypatch, capsys, host, message):
     ("body", "message"),
     [
         ({"model": 5}, "model=5: must be text"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "there is no function 'f' among tools: 'weather'",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function"}},
+            "tool_choice={'type': 'function'}: supported are 'auto'",
+        ),
         ({"messages": []}, "messages must be a non-empty list"),
         ({"temperature": -1}, "temperature"),
         ({"echo": True}, "not supported: echo; supported are "),

@@ -601,7 +601,7 @@ def test_tool_calls(llm, stop):
         assert going_on[: len(prompt) + len(completion.token_ids) + 1] == [*prompt, *completion.token_ids, eos]
         assert (
             own.chat(
-                messages, tools=[TOOL], params=replace(params, max_tokens=1), tool_choice="required"
+                messages, replace(params, max_tokens=1, ignore_eos=False), tools=[TOOL], tool_choice="required"
             ).prompt_token_ids[-1]
             == (required(own.tokenizer).encode("\n")[0])
         )

@@ -17,6 +17,7 @@ from deepseek_attn.cli import main
 from deepseek_attn.engine import decoding, logits, structured
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.logits import LogitsRow, LogitsRules, processed_logits
+from deepseek_attn.engine.prompts import Prompts
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.engine.structured import GrammarState, compiled_grammar
 from deepseek_attn.runner import allowed_tokens, graphs
@@ -24,7 +25,8 @@ from deepseek_attn.runner.allowed_tokens import restrict, some_restricted
 from deepseek_attn.runner.graph_steps import CapturedStep
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
-from deepseek_attn.text.reply import END_THINK, THINK
+from deepseek_attn.text.conversation import Chat
+from deepseek_attn.text.reply import DSML, END_THINK, THINK
 from tests.engine.test_interruptions import interrupted_everywhere
 from tests.engine.test_speculation import draft_from
 from tests.engine.workload import leaked, use_buckets
@@ -433,3 +435,123 @@ def test_on_the_command_line(folder, capsys, tmp_path):
         STRUCTURES[kind][1](capsys.readouterr().out.removesuffix("\n"))
     assert main([*flags, "--regex", "("]) == 2
     assert "unclosed group" in capsys.readouterr().err
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+BOTH = [TOOL, WEATHER]
+CALL = {"tools": BOTH, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+LONG = replace(DRAWN, max_tokens=600)
+
+
+def joined(stream) -> list[tuple[str, str]]:
+    """(name, arguments) of the calls of a stream's deltas."""
+    calls: list[tuple[str, str]] = []
+    for delta in stream.deltas():
+        for piece in delta.get("tool_calls", []):
+            if piece["index"] == len(calls):
+                calls.append((piece["function"]["name"], ""))
+            name, text = calls[piece["index"]]
+            calls[piece["index"]] = (name, text + piece["function"]["arguments"])
+    return calls
+
+
+def check_calls(completion, names: set[str]) -> None:
+    assert (completion.finish_reason, completion.answer) == ("stop", ""), completion.text
+    assert completion.tool_calls
+    for call in completion.tool_calls:
+        assert call.name in names
+        check_json(call.values) if call.name == "weather" else call.values == {}
+
+
+def test_a_call_of_a_named_function(chats):
+    """Its arguments are of its schema, whole and streamed; beside "required", one call or more of any function."""
+    completion = chats.chat(HI, LONG, **CALL)
+    check_calls(completion, {"weather"})
+    [call] = completion.tool_calls
+    assert joined(chats.chat(HI, LONG, stream=True, **CALL)) == [(call.name, call.arguments)]
+    close, *names = (chats.tokenizer.encode_plain(character)[0] for character in "/fw")
+    for name, called in zip(names, ("f", "weather"), strict=True):
+        bias = {close: 60, name: 60}  # a block ends after the first call, else there are calls up to max_tokens
+        completion = chats.chat(HI, replace(LONG, logit_bias=bias), tools=BOTH, tool_choice="required")
+        check_calls(completion, {called})
+
+
+@pytest.mark.parametrize("choice", [CALL["tool_choice"], "required"], ids=["named", "required"])
+def test_required_calls_come_behind_reasoning(chats, choice):
+    """Reasoning is free, but for the beginning of calls, which would end it."""
+    end, begins_calls = (chats.tokenizer.token_id(token) for token in (END_THINK, DSML))
+
+    def wanted(output, row):
+        if len(output) > 9:
+            return row
+        likeliest = torch.tensor([begins_calls if len(output) < 9 else end], device=row.device)
+        return row.index_add(0, likeliest, torch.full_like(row[:1], 1e4))  # one that is excluded stays so
+
+    bias = {chats.tokenizer.encode_plain("/")[0]: 60}  # ends the calls after the first
+    params = replace(LONG, logits_processors=[wanted], logit_bias=bias)
+    options = {"tools": BOTH, "tool_choice": choice, "thinking": True}
+    completion = chats.chat(HI, params, **options)
+    check_calls(completion, {"weather", "f"})
+    assert completion.token_ids.index(end) == 9
+    assert completion.reasoning
+    assert begins_calls not in completion.token_ids[:9]
+    assert joined(chats.chat(HI, params, stream=True, **options)) == [
+        (c.name, c.arguments) for c in completion.tool_calls
+    ]
+    cut = chats.chat(HI, replace(params, max_tokens=5), **options)
+    assert (cut.finish_reason, cut.tool_calls) == ("length", ())
+
+
+def test_required_calls_without_the_package(chats, monkeypatch):
+    """The prompt of chat mode begins them; a name, and calls behind reasoning, need a grammar."""
+    for module in ("prompts", "structured"):
+        monkeypatch.setattr(f"deepseek_attn.engine.{module}.find_spec", lambda name: None)
+    options = {"tools": BOTH, "tool_choice": "required"}
+    ids, _ = chats.chat_prompt(HI, **options)
+    params = replace(DRAWN, max_tokens=8)
+    assert chats.chat(HI, params, **options).token_ids == chats.generate([ids], params)[0].token_ids
+    assert Prompts.chat_params(chats.prompts, Chat(HI, options | {"thinking": True}), params).grammar is not None
+    assert Prompts.chat_params(chats.prompts, Chat(HI, {**CALL}), params).grammar is not None
+
+
+def test_tokens_that_do_not_come_in_reasoning():
+    """Of a greedy request too, whose mask has them."""
+    params = SamplingParams(temperature=0, choices=("yes",)).resolved()
+    rules = LogitsRules(params, [], [1], 40, GrammarState(None, 12, (13,)))
+    mask = np.unpackbits(np.frombuffer(required(rules.allowed([20])), dtype=np.uint8), bitorder="little")
+    assert [i for i in range(40) if not mask[i]] == [1, 13]
+    assert rules.excluded([20]) == [1, 13]
+
+
+def test_required_calls_of_lines_and_files(folder, capsys, tmp_path):
+    """``--prompts`` and ``--messages`` of the command."""
+    (tmp_path / "prompts").write_text(json.dumps({"messages": HI, **CALL, "seed": 5}))
+    (tmp_path / "chat").write_text(json.dumps({"messages": HI, **CALL}))
+    flags = ["--model", str(folder), "--device", "cpu", "--max-model-len", "4000", "--max-tokens", "600"]
+    assert main(["generate", *flags, "--prompts", str(tmp_path / "prompts")]) == 0
+    [call] = json.loads(capsys.readouterr().out)["tool_calls"]
+    assert (call["name"], call["problem"]) == ("weather", None)
+    check_json(json.loads(call["arguments"]))
+    assert main(["generate", *flags, "--messages", str(tmp_path / "chat"), "--seed", "5"]) == 0
+    assert '"weather"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "message"),
+    [
+        ({"choices": ("yes",)}, CALL, "tool_choice=.* beside choices: the text is calls"),
+        ({"ignore_eos": True}, CALL, "tool_choice=.* beside ignore_eos: the text is calls, which EOS ends"),
+        ({}, {**CALL, "tools": [TOOL]}, "there is no function 'weather' among tools: 'f'"),
+        ({}, {"tool_choice": "required"}, "a call needs tools"),
+        (
+            {},
+            {"tools": [{"name": "f", "parameters": {"minProperties": 1}}], "tool_choice": "required"},
+            "a call of 'f' cannot be required: its parameters have minProperties",
+        ),
+    ],
+    ids=["structure", "ignore_eos", "unknown", "no tools", "schema"],
+)
+def test_calls_that_cannot_be_required(chats, params, options, message):
+    for stream in (False, True):
+        with pytest.raises(ValueError, match=message):
+            chats.chat(HI, replace(DRAWN, **params), stream=stream, **options)

@@ -236,9 +236,15 @@ def test_refuses(messages, message):
         ("V4", {"tools": [3]}, r"tools\[0\]: expected"),
         ("V4", {"tools": [{**TOOL, "namespace": "a::b"}]}, "namespace 'a::b' must be a name without '::'"),
         ("V4", {"tools": [{"name": "b::f", "namespace": "a"}]}, "'b::f' is of the namespace 'b', and 'a' is given"),
-        ("V4", {"tool_choice": "f"}, "tool_choice='f': supported are 'auto', 'none' and 'required'"),
-        ("V4", {"tool_choice": "required"}, "'required' needs tools, chat mode"),
-        ("V4", {"tools": [TOOL], "tool_choice": "required", "thinking": True}, "'required' needs tools, chat mode"),
+        ("V4", {"tool_choice": "f"}, "tool_choice='f': supported are 'auto', 'none', 'required' and {"),
+        ("V4", {"tool_choice": "required"}, "tool_choice: a call needs tools, and a last message"),
+        ("V4", {"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice={.*: supported are 'auto'"),
+        ("V4", {"tool_choice": {"type": "custom", "function": {"name": "f"}}}, "tool_choice={.*: supported are 'auto'"),
+        (
+            "V4",
+            {"tools": [TOOL, {"name": "g"}], "tool_choice": {"type": "function", "function": {"name": "h"}}},
+            "tool_choice: there is no function 'h' among tools: 'f', 'g'",
+        ),
         ("V4", {"response_format": {"type": "xml"}}, "response_format={'type': 'xml'}: expected"),
         ("V4", {"response_format": {"type": "json_schema"}}, "'json_schema': {'schema'"),
         ("V4", {"continue_final_message": True}, "message 0: only an assistant message can be continued"),
@@ -354,6 +360,11 @@ def test_reasoning_efforts():
 def test_tool_choice():
     chosen = encode_messages([HI], tools=[TOOL], tool_choice="required")
     assert chosen == encode_messages([HI], tools=[TOOL]) + "\n\n<｜DSML｜tool_calls>\n"
+    named = {"type": "function", "function": {"name": TOOL["function"]["name"]}}
+    assert encode_messages([HI], tools=[TOOL], tool_choice=named) == chosen
+    thinking = encode_messages([HI], True, tools=[TOOL])
+    for choice in ("required", named):  # the calls come behind the reasoning, of which nothing is in the prompt
+        assert encode_messages([HI], True, tools=[TOOL], tool_choice=choice) == thinking
     assert encode_messages([HI], tools=[TOOL], tool_choice="none") == encode_messages([HI])
     assert encode_messages([HI], tools=[]) == encode_messages([HI])
     assert encode_messages([HI], tools=[TOOL["function"]]) == encode_messages([HI], tools=[TOOL])
