@@ -30,7 +30,7 @@ MIB = 2**20
     [
         ("ram", None, "expert_memory='ram': supported are gpu, host"),
         ("host", 0, "expert_cache_bytes=0: must be a positive integer"),
-        ("host", 1.5, "expert_cache_bytes=1.5: must be a positive integer"),
+        ("host", 1.5, "expert_cache_bytes=1.5: must be an? (positive )?integer"),
         ("gpu", 10**9, "with expert_memory='gpu' all experts are on the device"),
     ],
 )
