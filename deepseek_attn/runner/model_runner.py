@@ -386,7 +386,7 @@ class ModelRunner(StepRunner):
                 paths = [folder / path.name for path in paths if path is not None]
             stores = [stack.enter_context(closing(self.record_store(record, path))) for path in paths]
             logits, _ = self._score(listed, chunk_size, replays=replays, stores=stores, progress=progress)
-            return logits, [store.finish(store.length) for store in stores]
+            return logits, [store.records for store in stores]
 
     def _replays_of(
         self, prompts: list[TokenIds], replay: Iterable[Replayed | None] | None

@@ -28,11 +28,15 @@ class RecordStore:
         path: a file to write, which appears when the records are complete, and its folder with it; None: they are kept
             in memory.
         discard: keep nothing, where another rank writes the file.
+
+    Attributes:
+        records: what `finish` returned.
     """
 
     def __init__(self, options: RecordOptions, template: TokenRecords, path: Path | None = None, discard: bool = False):
         self.options, self.template, self.path, self._discard = options, template, path, discard
         self.length = 0
+        self.records: TokenRecords | None = None
         self._memory = dict(template.arrays)
         self._spool: dict[str, IO[bytes]] = {}
 
@@ -58,13 +62,16 @@ class RecordStore:
             return None
         length = min(length, self.length)
         if self.path is None:
-            return replace(self.template, **{name: array[:length] for name, array in self._memory.items()})
+            held = {name: array[:length] for name, array in self._memory.items()}
+            self.records = replace(self.template, **held)
+            return self.records
         shapes = {name: (length, *like.shape[1:]) for name, like in self.template.arrays.items()}
         whole = {name: like.new_empty(shapes[name], device="meta") for name, like in self.template.arrays.items()}
         records = replace(self.template, **whole)
         write_records(self.path, records, lambda name: self._stored(name, whole[name].nbytes), parents=True)
         self.close()
-        return TokenRecords.load(self.path)
+        self.records = TokenRecords.load(self.path)
+        return self.records
 
     def close(self) -> None:
         """Drops records that were not written."""

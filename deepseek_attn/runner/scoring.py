@@ -120,6 +120,8 @@ def scoring_steps(
                     if not sequences[i].num_pending:
                         sequences[i].free()
                         sequences[i].token_ids.clear()
+                        if stores is not None:
+                            stores[i].finish(stores[i].length)  # closes its files
                     bar.update(n)
     finally:
         for sequence in sequences:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -138,6 +140,21 @@ def test_score_leaves_all_records_or_none(checkpoint, tmp_path, monkeypatch, cap
         assert len(list(Path(folder).iterdir())) == 2
         shutil.rmtree(folder.split("/")[0])
         Path("logits").unlink()
+
+
+def test_score_records_more_lists_than_files_can_be_open(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lists").write_text(json.dumps([[20 + i, 3] for i in range(40)]))
+    command = ["score", "--model", checkpoint, "--device", "cpu", "--token-ids", "lists", "--out", "logits"]
+    assert main([*command, "--records", "first"]) == 0  # everything is imported
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 60, before[1]))
+    try:
+        assert main([*command, "--records", "runs"]) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for i in range(40):
+        assert required(TokenRecords.load(f"runs/{i}.safetensors").token_ids).tolist() == [20 + i, 3]
 
 
 @pytest.mark.parametrize("stage", tiered(["line", "rows", "file"], ["rows"]))
