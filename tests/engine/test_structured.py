@@ -440,7 +440,7 @@ def test_on_the_command_line(folder, capsys, tmp_path):
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 BOTH = [TOOL, WEATHER]
 CALL = {"tools": BOTH, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
-LONG = replace(DRAWN, max_tokens=600)
+WHOLE = replace(DRAWN, max_tokens=600)
 
 
 def joined(stream) -> list[tuple[str, str]]:
@@ -465,14 +465,14 @@ def check_calls(completion, names: set[str]) -> None:
 
 def test_a_call_of_a_named_function(chats):
     """Its arguments are of its schema, whole and streamed; beside "required", one call or more of any function."""
-    completion = chats.chat(HI, LONG, **CALL)
+    completion = chats.chat(HI, WHOLE, **CALL)
     check_calls(completion, {"weather"})
     [call] = completion.tool_calls
-    assert joined(chats.chat(HI, LONG, stream=True, **CALL)) == [(call.name, call.arguments)]
+    assert joined(chats.chat(HI, WHOLE, stream=True, **CALL)) == [(call.name, call.arguments)]
     close, *names = (chats.tokenizer.encode_plain(character)[0] for character in "/fw")
     for name, called in zip(names, ("f", "weather"), strict=True):
         bias = {close: 60, name: 60}  # a block ends after the first call, else there are calls up to max_tokens
-        completion = chats.chat(HI, replace(LONG, logit_bias=bias), tools=BOTH, tool_choice="required")
+        completion = chats.chat(HI, replace(WHOLE, logit_bias=bias), tools=BOTH, tool_choice="required")
         check_calls(completion, {called})
 
 
@@ -488,7 +488,7 @@ def test_required_calls_come_behind_reasoning(chats, choice):
         return row.index_add(0, likeliest, torch.full_like(row[:1], 1e4))  # one that is excluded stays so
 
     bias = {chats.tokenizer.encode_plain("/")[0]: 60}  # ends the calls after the first
-    params = replace(LONG, logits_processors=[wanted], logit_bias=bias)
+    params = replace(WHOLE, logits_processors=[wanted], logit_bias=bias)
     options = {"tools": BOTH, "tool_choice": choice, "thinking": True}
     completion = chats.chat(HI, params, **options)
     check_calls(completion, {"weather", "f"})
