@@ -19,16 +19,20 @@ from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.processes import end_with_parent
 
+SLOWEST = ("experts_hopper_kernel", "insert_tokens_kernel")
+"""Kernels that take up to 8 s to compile, most others less than 1 s. Each list begins with them: a step that had every
+other kernel would wait for them. They are slowest where all processors compile."""
+
 
 def kernel_lists(request: RunnerRequest, launches: Launches) -> Iterator[list[Variant]]:
-    """For each size of a step, the kernels that no earlier step launched, in the order of `WarmUp.sizes`.
+    """For each size of a step, in the order of `WarmUp.sizes`, the kernels that no earlier one launched, slowest first.
 
     Args:
         launches: of a `recorded_launches` that lasts until the last list; a `MetaRunner` runs the steps.
     """
     known = 0
     for _ in WarmUp(MetaRunner.build(request), request.num_drafts).steps():
-        yield list(launches.variants.values())[known:]
+        yield sorted(list(launches.variants.values())[known:], key=lambda variant: variant.name not in SLOWEST)
         known = len(launches.variants)
 
 

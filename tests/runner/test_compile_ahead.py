@@ -51,7 +51,7 @@ from deepseek_attn.runner.ahead.recording import (
     target_of,
 )
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
-from deepseek_attn.runner.kernel_list import kernel_lists
+from deepseek_attn.runner.kernel_list import SLOWEST, kernel_lists
 from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.support.small_models import two_layers
@@ -156,6 +156,17 @@ def test_what_is_compiled_is_what_a_launch_looks_up(tmp_path, monkeypatch):
             triton.compile(variant.source, target=variant.target, options=variant.options)
     assert loads == [("decode_rows_kernel", False), ("decode_rows_kernel", True)]
     assert variant.is_cached()
+
+
+def test_lists_begin_with_the_kernels_that_take_longest_to_compile():
+    with recorded_launches(H200) as launches:
+        lists = [
+            [variant.name for variant in fresh] for fresh in kernel_lists(request_of("v4_flash", sizes=SHORT), launches)
+        ]
+    assert {name for name in lists[0] if name in SLOWEST} == set(SLOWEST)
+    for names in lists:
+        slow = [name in SLOWEST for name in names]
+        assert slow == sorted(slow, reverse=True)
 
 
 def test_triton_is_not_patched_and_as_before_after_a_recording():
