@@ -328,7 +328,10 @@ def main() -> None:
             place.listen()  # clients that read the address wait for uvicorn
             say(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/v1 until Ctrl-C")
             settings = uvicorn.Config(stoppable(app), lifespan="off", timeout_graceful_shutdown=SHUTDOWN_SECONDS)
-            uvicorn.Server(settings).run(sockets=[place])
+            server = uvicorn.Server(settings)
+            server.run(sockets=[place])
+            if server.started:
+                raise KeyboardInterrupt  # uvicorn takes one that was ignored before, as in the background, and returns
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except KeyboardInterrupt:

@@ -26,6 +26,7 @@ from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.text.tokenizer import REPLACEMENT
 from tests.support.small_models import two_layers
 from tests.support.tiers import exhaustive_on_cpu, tiered
+from tests.support.typed import required
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NEEDED = "needs the openai package, starlette and uvicorn: pip install openai 'deepseek-attn[serve]'"
@@ -336,6 +337,23 @@ def test_a_large_body(client, monkeypatch):
     status, _, error = refused(client, "completions", json.dumps({"prompt": "a" * 1000}).encode())
     assert (status, error["type"]) == (413, "invalid_request_error")
     assert "the body is larger than 1000 bytes" in error["message"]
+
+
+def test_interrupted_where_a_shell_ignores_ctrl_c(llm):
+    """As of background processes: uvicorn takes the signal all the same."""
+    words = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, SCRIPTS / "serve_example.py"]
+    words += ["--model", llm.directory, "--device", "cpu", "--port", "0"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            log = required(process.stderr)
+            address = next(found[0] for line in log if (found := re.search(r"http://\S+(?= until)", line)))
+            urlopen(f"{address}/models").close()
+            process.send_signal(signal.SIGINT)
+            shown = log.read()
+        except BaseException:
+            process.kill()
+            raise
+    assert (process.returncode, "Traceback" in shown) == (128 + signal.SIGINT, False)
 
 
 def test_interrupted(llm):
