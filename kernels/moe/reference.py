@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -89,37 +89,43 @@ def expert_linear(x: Tensor, stack: ExpertStack, expert: int, input_format: Inpu
 def moe_experts(call: ExpertsCall) -> Tensor:
     """See `deepseek_attn.kernels.moe.moe_experts`."""
     check_experts(call)
-    x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, _, add_ready, slots = call
+    x, add, add_ready, slots = call.x, call.add, call.add_ready, call.slots
     for ready in () if slots is None else (slots.gates_ready, slots.outputs_ready):
         if ready is not None:
             ready.wait()
-    if recording() and slots is None:
-        out = _of_one_token(call)
-        return out if add is None else (out + add).to(x.dtype)
-    row_of = None if slots is None else slots.rows.tolist()
-
-    def run(blocks: Sequence[Tensor], chosen: list[int], weight: Tensor) -> Tensor:
-        """Weighted outputs ``[R, D]`` of blocks of rows; all rows of a block have the same expert."""
-
-        def project(stack: ExpertStack, blocks: Sequence[Tensor]) -> Tensor:
-            rows = chosen if row_of is None else [row_of[expert] for expert in chosen]
-            pairs = zip(blocks, rows, strict=True)
-            return torch.cat([expert_linear(block, stack, row, input_format) for block, row in pairs])
-
-        hidden = swiglu(project(w1, blocks), project(w3, blocks), limit)
-        if not weigh_output:
-            hidden *= weight
-        out = project(w2, hidden.to(x.dtype).split_with_sizes([block.shape[0] for block in blocks])).float()
-        return out.mul_(weight) if weigh_output else out
-
-    out = _by_expert(x, experts, weights, run)
+    out = _of_one_token(call) if recording() and slots is None else _of_tokens(call)
     if add_ready is not None:
         add_ready.wait()
     return out if add is None else (out + add).to(x.dtype)
 
 
+def _of_tokens(call: ExpertsCall) -> Tensor:
+    """Sums, float32 ``[T, D]``: a product for each expert, of its tokens; a token's are added in order of experts."""
+    x, experts, _, w1, w3, w2, limit, weigh_output, input_format, *_ = call
+    out = torch.zeros(x.shape, device=x.device, dtype=torch.float32)
+    expert_of_pair = experts.flatten()
+    order = expert_of_pair.argsort(stable=True)  # of pairs of a token and an expert, by expert
+    order = order[expert_of_pair[order] >= 0]
+    if not len(order):
+        return out
+    tokens, weight = order // experts.shape[1], call.weights.flatten()[order].unsqueeze(1)
+    chosen, sizes = (part.tolist() for part in expert_of_pair[order].unique_consecutive(return_counts=True))
+    rows = chosen if call.slots is None else call.slots.rows[chosen].tolist()
+
+    def project(inputs: Tensor, stack: ExpertStack) -> Tensor:
+        blocks = zip(inputs.split_with_sizes(sizes), rows, strict=True)
+        return torch.cat([expert_linear(block, stack, row, input_format) for block, row in blocks])
+
+    inputs = x.index_select(0, tokens)
+    hidden = swiglu(project(inputs, w1), project(inputs, w3), limit)
+    if not weigh_output:
+        hidden *= weight
+    outputs = project(hidden.to(x.dtype), w2).float()
+    return out.index_add_(0, tokens, outputs.mul_(weight) if weigh_output else outputs)
+
+
 def _of_one_token(call: ExpertsCall) -> Tensor:
-    """`_by_expert` of one token for a tape: values are read for the products alone."""
+    """`_of_tokens` of one token for a tape: values are read for the products alone."""
     x, experts, _, w1, w3, w2, limit, weigh_output, input_format, *_ = call
     weight = call.weights.t()
 
@@ -167,23 +173,6 @@ def _project_rows(
             torch.mm(row, weights[expert], out=out)
         else:
             out.copy_(expert_linear(row, stack, expert, input_format))
-
-
-RunExperts = Callable[[Sequence[Tensor], list[int], Tensor], Tensor]
-
-
-def _by_expert(x: Tensor, experts: Tensor, weights: Tensor, run: RunExperts) -> Tensor:
-    """Sums, float32 ``[T, D]``: a product for each expert, of its tokens; a token's are added in order of experts."""
-    out = torch.zeros(x.shape, device=x.device, dtype=torch.float32)
-    expert_of_pair = experts.flatten()
-    order = expert_of_pair.argsort(stable=True)  # of pairs of a token and an expert, by expert
-    order = order[expert_of_pair[order] >= 0]
-    if not len(order):
-        return out
-    tokens = order // experts.shape[1]
-    chosen, sizes = (part.tolist() for part in expert_of_pair[order].unique_consecutive(return_counts=True))
-    outputs = run(x.index_select(0, tokens).split_with_sizes(sizes), chosen, weights.flatten()[order].unsqueeze(1))
-    return out.index_add_(0, tokens, outputs)
 
 
 def fetch_experts(
