@@ -110,14 +110,19 @@ class LogitsRules:
         if self.grammar is None:
             return None
         found = self.grammar.allowed(output)
-        return self._all_but_stop if found is None else found.mask
+        return self._reasoning_mask if found is None else found.mask
 
     @cached_property
-    def _all_but_stop(self) -> bytes:
+    def _reasoning_mask(self) -> bytes:
         """Mask of the tokens allowed within the reasoning before a structured answer."""
         bits = np.ones(-(-self.vocab_size // 32) * 32, dtype=bool)
-        bits[[*self.stop_token_ids, *(() if self.grammar is None else self.grammar.not_reasoned)]] = False
+        bits[self._not_reasoned] = False
         return np.packbits(bits, bitorder="little").tobytes()
+
+    @cached_property
+    def _not_reasoned(self) -> list[int]:
+        """Tokens excluded within the reasoning before a structured answer."""
+        return [*self.stop_token_ids, *(() if self.grammar is None else self.grammar.not_reasoned)]
 
     def forget(self) -> None:
         """Frees the tensors; they are made again from the tokens when they are needed."""
@@ -148,7 +153,7 @@ class LogitsRules:
         found = [word[-1] for word in self.sequences if output[len(output) - len(word) + 1 :] == list(word[:-1])]
         early = len(output) < self.params.min_tokens and not ended
         if self.grammar is not None and self.grammar.is_reasoning(output):
-            return [*found, *self.stop_token_ids, *self.grammar.not_reasoned]
+            return found + self._not_reasoned
         return found + (self.stop_token_ids if early else [])
 
     def counts(self, row: LogitsRow, device: torch.device) -> _Counts:

@@ -128,11 +128,12 @@ def _conversation(
             "the last message is a system message, after which DeepSeek-V3.2's encoding has no answer: put it before "
             "the last user message",
         )
-    required = tool_choice not in ("auto", "none")
+    required = requires_call(tool_choice)
     if required and (turns[-1].role == "assistant" or not functions):
         problems.add("tool_choice", "a call needs tools, and a last message that is not the assistant's")
     problems.check()
-    required_functions(functions, tool_choice)
+    if required:
+        required_functions(functions, tool_choice)  # checks the name
     text = effort_text(style, None if effort == "none" else effort)
     asked = "" if response_format is None else encoding.response_format_text(style, response_format)
     return turns, {
@@ -178,14 +179,17 @@ def _named(choice: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def requires_call(choice: Any) -> bool:
+    """Whether ``tool_choice``, which is a supported one, requires a call."""
+    return choice not in ("auto", "none")
+
+
 def required_functions(functions: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
-    """The functions of which ``tool_choice`` requires a call: all, or the one that it names; none for ``"auto"``.
+    """The functions of which a ``tool_choice`` that requires a call allows one: all, or the one that it names.
 
     Raises:
-        ValueError: there is no function of this name.
+        ValueError: the choice names a function that is not among them.
     """
-    if choice in ("auto", "none"):
-        return []
     name = _named(choice)
     found = [function for function in functions if name in (None, function["name"])]
     if not found:
@@ -201,7 +205,7 @@ def required_calls(tokenizer: Tokenizer, directory: str | Path, options: Mapping
         options: of `build_prompt`, which has checked them.
     """
     choice = options.get("tool_choice", "auto")
-    if choice in ("auto", "none"):
+    if not requires_call(choice):
         return None
     functions = function_definitions(plain_value(options.get("tools"), "tools"), MessageProblems())
     return call_grammar(
@@ -327,7 +331,7 @@ def build_prompt(
             tools=_chosen(tools, tool_choice) or None, documents=plain_value(documents, "documents"),
             reasoning_effort=reasoning_effort, response_format=plain_value(response_format, "response_format"),
         )  # fmt: skip
-        if tool_choice not in ("auto", "none"):
+        if requires_call(tool_choice):
             raise ValueError(
                 f"tool_choice={tool_choice!r:.80} needs the built-in encoding, and {directory} has a chat template"
             )
