@@ -334,7 +334,7 @@ class Bench:
             self.synchronize()
             return (time.perf_counter() - begin) / in_a_row
 
-        seconds, number = self.args.seconds * len(modes), 0
+        seconds = self.args.seconds * len(modes)
         deadline, number = time.perf_counter() + seconds, 0
         while number < STEPS and time.perf_counter() < deadline:
             for mode in modes:

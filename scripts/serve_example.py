@@ -331,7 +331,7 @@ def main() -> None:
             server = uvicorn.Server(settings)
             server.run(sockets=[place])
             if server.started:
-                raise KeyboardInterrupt  # uvicorn takes one that was ignored before, as in the background, and returns
+                raise KeyboardInterrupt  # uvicorn stops at Ctrl-C, but only returns where a shell ignores the signal
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except KeyboardInterrupt:

@@ -59,7 +59,7 @@ class PromptBatch(Iterator[IndexedPrompt | None]):
 
     Attributes:
         lines: number of lines in the output or printed; errors: number of lines with an ``error``.
-        uses_flags: a prompt read so far has no sampling parameters of its own.
+        uses_flags: whether some prompt read so far is sampled by the flags, without parameters of its own.
     """
 
     def __init__(

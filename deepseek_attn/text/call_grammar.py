@@ -1,7 +1,8 @@
 """A reply that must call functions, as a grammar: the markup of DeepSeek's encodings around arguments of their schemas.
 
-A parameter is written as the encodings write it: a string as it is, any other value as JSON. A string that has to match
-a ``pattern`` or a ``format`` is JSON too. Parameters come in the schema's order; only those that it names come.
+A parameter is written as the encodings write it: a string without quotes, any other value as JSON. A string with a
+``pattern`` or a ``format`` is written as JSON. Parameters come in the order of the schema. Those that it does not name
+are excluded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def call_grammar(
         functions: the functions that may be called.
         begun: the prompt ends behind the beginning of the block.
         several: one call or more; else exactly one.
-        spelled: the tokenizer has no ``｜DSML｜`` token, so that its spelling counts.
+        spelled: the tokenizer has no ``｜DSML｜`` token: the grammar matches its text.
 
     Raises:
         ValueError: the parameters of a function are not an object, or have keywords that are not supported.
@@ -49,7 +50,7 @@ def call_grammar(
 
 
 class _CallGrammar:
-    """Makes the parts of the grammar; ``rules``: those that they refer to."""
+    """Builds the parts of the grammar, and collects in ``rules`` the rules that they refer to."""
 
     def __init__(self, encoding: Encoding, spelled: bool):
         self.rules: list[str] = []
@@ -146,7 +147,7 @@ def _quoted(text: str) -> str:
 
 
 def _attribute(name: str) -> str:
-    """A name within a tag. ValueError: it would end there."""
+    """A name as an attribute of a tag. ValueError: it has quotes, which would end the attribute."""
     if '"' in name:
         raise ValueError(f"a call of {name!r:.80} cannot be required: the markup of calls has no quotes in names")
     return name

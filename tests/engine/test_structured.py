@@ -485,7 +485,7 @@ def test_required_calls_come_behind_reasoning(chats, choice):
         if len(output) > 9:
             return row
         likeliest = torch.tensor([begins_calls if len(output) < 9 else end], device=row.device)
-        return row.index_add(0, likeliest, torch.full_like(row[:1], 1e4))  # one that is excluded stays so
+        return row.index_add(0, likeliest, torch.full_like(row[:1], 1e4))  # an excluded token, at -inf, stays excluded
 
     bias = {chats.tokenizer.encode_plain("/")[0]: 60}  # ends the calls after the first
     params = replace(WHOLE, logits_processors=[wanted], logit_bias=bias)

@@ -1,4 +1,4 @@
-"""Grammars of required calls: they take what the encodings write for arguments of the schemas, and nothing else."""
+"""Grammars of required calls accept what the encodings write for arguments that fit the schemas, and nothing else."""
 
 from __future__ import annotations
 
