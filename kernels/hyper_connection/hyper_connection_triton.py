@@ -225,7 +225,6 @@ def _balance(args, first, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
     M: tl.constexpr = CONFIG.M
     TOKENS: tl.constexpr = CONFIG.TOKENS
     ROWS: tl.constexpr = CONFIG.ROWS
-    SPLITS: tl.constexpr = CONFIG.SPLITS_PADDED
     # logits of post and comb, then of pre; in memory pre comes first
     LAST: tl.constexpr = ROWS if args.pre is None else ROWS + M
     # weights first: no kernel of a step writes them
@@ -252,16 +251,22 @@ def _balance(args, first, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
         token = first + tl.arange(0, TOKENS)
         known = token < T
         t = tl.minimum(token, T - 1).to(tl.int64)
+        sums = ()
+        for _ in tl.static_range(M, LAST):
+            sums += (tl.zeros((TOKENS,), tl.float32),)
         squares = tl.zeros((TOKENS,), tl.float32)
-        # a constant number of rounds, so that the loads of all splits and rows are on their way together
-        for split in tl.static_range(SPLITS):
-            squares += tl.load(args.sums + (split * T + t) * (ROWS + 1) + ROWS, mask=split < splits, other=0)
+        # The loads of a split's rows are on their way together. Those of all splits would take no less time, beside the
+        # programs that collapse, but 7 s to compile: 200 loads, among which Triton compares each with all operations.
+        for split in range(splits):
+            at = args.sums + (split * T + t) * (ROWS + 1)
+            squares += tl.load(at + ROWS)
+            more = ()
+            for row in tl.static_range(M, LAST):
+                more += (sums[row - M] + tl.load(at + row % ROWS),)
+            sums = more
         rms = _rms_scale(squares, M * CONFIG.D, args.rms_eps)
-        for row in tl.static_range(M, LAST):
-            total = tl.zeros((TOKENS,), tl.float32)
-            for split in tl.static_range(SPLITS):
-                total += tl.load(args.sums + (split * T + t) * (ROWS + 1) + row % ROWS, mask=split < splits, other=0)
-            logits += (total * rms,)
+        for row in tl.static_range(LAST - M):
+            logits += (sums[row] * rms,)
     if args.pre is not None:
         for k in tl.static_range(M):
             gate = 1 / (1 + tl.exp(-(logits[ROWS - M + k] * scale[2] + base[ROWS - M + k]))) + args.hc_eps

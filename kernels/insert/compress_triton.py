@@ -204,53 +204,45 @@ def _weighted_sums(rows, lane, part, channel, D: tl.constexpr, CONFIG: tl.conste
         The largest score, the sum of the weights relative to it, and the weighted sum of the values.
     """
     READS: tl.constexpr = CONFIG.TILES.reads
+    LANES: tl.constexpr = CONFIG.TILES.lanes
     W: tl.constexpr = CONFIG.POOLED // CONFIG.RATIO * D
     N: tl.constexpr = lane.shape[0]
     C: tl.constexpr = channel.shape[0]
-    column = channel[None, :]
-    peak = tl.full((N, C), float("-inf"), tl.float32)
-    total = tl.zeros((N, C), tl.float32)
-    acc = tl.zeros((N, C), tl.float32)
-    for first in range(0, CONFIG.POOLED, READS * CONFIG.TILES.lanes):
-        # READS tokens of each lane, LANES apart
-        values = ()
-        scores = ()
-        # all loads are issued before the first result is needed: no branches in between
-        for i in tl.static_range(READS):
-            offset = first + i * CONFIG.TILES.lanes + lane
-            new = offset >= rows.first_new
-            mask = ((offset >= rows.first_existing) & (offset < CONFIG.POOLED))[:, None] & (column < D)
-            older = offset < CONFIG.POOLED - CONFIG.RATIO
-            # with two windows, the older window is pooled from the first half of the channels
-            half = tl.where(older, 0, W - D)
-            # tokens of this step: from the projections; earlier tokens: from the ring, which wraps at most once
-            row = rows.ring_row + offset
-            row = tl.where(row >= CONFIG.ROWS, row - CONFIG.ROWS, row) * (2 * W)
-            value_row = tl.where(new, rows.kv, rows.ring) + (tl.where(new, offset * part.kv_stride, row) + half)
-            score_row = tl.where(new, rows.score, rows.ring + W) + (
-                tl.where(new, offset * part.score_stride, row) + half
-            )
-            ape_row = part.ape + (tl.where(older, offset, offset - (CONFIG.POOLED - CONFIG.RATIO)) * W + half)
-            # places before the first token weigh exp2(-inf) = 0; scores in the ring have the bias already
-            value = tl.load(value_row[:, None] + column, mask=mask, other=0)
-            score = tl.load(score_row[:, None] + column, mask=mask, other=float("-inf"))
-            values += (value,)
-            scores += (score + tl.load(ape_row[:, None] + column, mask=mask & new[:, None], other=0),)
+    # [N, READS, C]: Triton deals threads to channels, then to windows, so that a thread has all READS of its channels
+    column = channel[None, None, :]
+    peak = tl.full((N, 1, C), float("-inf"), tl.float32)
+    total = tl.zeros((N, 1, C), tl.float32)
+    acc = tl.zeros((N, 1, C), tl.float32)
+    for first in range(0, CONFIG.POOLED, READS * LANES):
+        # READS tokens of each lane, LANES apart; all loads are issued before the first result is needed
+        offset = first + tl.arange(0, READS)[None, :] * LANES + lane[:, None]
+        new = offset >= rows.first_new[:, None]
+        mask = ((offset >= rows.first_existing[:, None]) & (offset < CONFIG.POOLED))[:, :, None] & (column < D)
+        older = offset < CONFIG.POOLED - CONFIG.RATIO
+        # with two windows, the older window is pooled from the first half of the channels
+        half = tl.where(older, 0, W - D)
+        # tokens of this step: from the projections; earlier tokens: from the ring, which wraps at most once
+        row = rows.ring_row[:, None] + offset
+        row = tl.where(row >= CONFIG.ROWS, row - CONFIG.ROWS, row) * (2 * W)
+        value_row = tl.where(new, rows.kv[:, None], rows.ring) + (tl.where(new, offset * part.kv_stride, row) + half)
+        score_row = tl.where(new, rows.score[:, None], rows.ring + W) + (
+            tl.where(new, offset * part.score_stride, row) + half
+        )
+        ape_row = part.ape + (tl.where(older, offset, offset - (CONFIG.POOLED - CONFIG.RATIO)) * W + half)
+        # places before the first token weigh exp2(-inf) = 0; scores in the ring have the bias already
+        values = tl.load(value_row[:, :, None] + column, mask=mask, other=0)
+        scores = tl.load(score_row[:, :, None] + column, mask=mask, other=float("-inf"))
+        scores += tl.load(ape_row[:, :, None] + column, mask=mask & new[:, :, None], other=0)
         # online softmax: earlier sums are rescaled to the new largest score
-        new_peak = peak
-        for i in tl.static_range(READS):
-            new_peak = tl.maximum(new_peak, scores[i])
+        new_peak = tl.maximum(peak, tl.max(scores, 1, keep_dims=True))
         # a channel of -inf scores alone must not give inf - inf
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) * LOG2E
         decay = tl.exp2(peak * LOG2E - shift)
-        total *= decay
-        acc *= decay
-        for i in tl.static_range(READS):
-            weight = tl.exp2(scores[i] * LOG2E - shift)
-            total += weight
-            acc += weight * values[i]
+        weights = tl.exp2(scores * LOG2E - shift)
+        total = total * decay + tl.sum(weights, 1, keep_dims=True)
+        acc = acc * decay + tl.sum(weights * values, 1, keep_dims=True)
         peak = new_peak
-    return peak, total, acc
+    return tl.max(peak, 1), tl.sum(total, 1), tl.sum(acc, 1)
 
 
 @triton.jit
