@@ -20,12 +20,13 @@ from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.published import canonical_names
 from deepseek_attn.checkpoint.random import RandomSource
+from deepseek_attn.checkpoint.representatives import representatives
 from deepseek_attn.checkpoint.source import TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.kernels.common.counters import COUNTER_BYTES
 from deepseek_attn.kernels.common.dispatch import need_triton
 from deepseek_attn.models.block import attention_layers
-from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes, representatives
+from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.graphs import length_bucket
 from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp, powers

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from deepseek_attn.checkpoint.representatives import representatives
 from deepseek_attn.checkpoint.source import TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.trailing import TrailingPart, trailing_parts
 from deepseek_attn.kernels.common.plans import Choice, Planned, choices_of, recorded_plans
 from deepseek_attn.runner.ahead.recording import Variant, recorded_launches
-from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes, representatives
+from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.trailing import TrailingRows

@@ -21,6 +21,7 @@ from triton.runtime._async_compile import active_mode
 
 from deepseek_attn.cache.layout import make_layout
 from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.checkpoint.representatives import representatives
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
@@ -28,7 +29,6 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner import ModelRunner, memory
 from deepseek_attn.runner.ahead import request
-from deepseek_attn.runner.ahead.request import representatives
 from deepseek_attn.runner.memory import RunnerMemory
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.allocations import AllocationTrace
