@@ -19,9 +19,9 @@ from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.processes import end_with_parent
 
-SLOWEST = ("experts_hopper_kernel", "insert_tokens_kernel")
-"""Kernels that take up to 8 s to compile, most others less than 1 s. Each list begins with them: a step that had every
-other kernel would wait for them. They are slowest where all processors compile."""
+SLOWEST = ("experts_hopper_kernel", "compress_kernel", "topk_kernel", "insert_tokens_kernel")
+"""Kernels that take 3 to 8 s to compile, most others less than 1 s. Each list begins with them: a step that had every
+other kernel would wait for them."""
 
 
 def kernel_lists(request: RunnerRequest, launches: Launches) -> Iterator[list[Variant]]:

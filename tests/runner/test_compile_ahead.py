@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,9 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import DependenciesFinder, JITCallable
 
@@ -163,10 +167,33 @@ def test_lists_begin_with_the_kernels_that_take_longest_to_compile():
         lists = [
             [variant.name for variant in fresh] for fresh in kernel_lists(request_of("v4_flash", sizes=SHORT), launches)
         ]
-    assert {name for name in lists[0] if name in SLOWEST} == set(SLOWEST)
+    assert "experts_hopper_kernel" in lists[0]
+    assert set(SLOWEST) <= {function.__name__ for function in device_functions()}
     for names in lists:
         slow = [name in SLOWEST for name in names]
         assert slow == sorted(slow, reverse=True)
+
+
+@EXHAUSTIVE
+def test_no_kernel_has_so_many_loads_that_their_layouts_take_seconds():
+    """Triton's pass that chooses layouts looks at all operations for each load and store of a tensor."""
+    with recorded_launches(H200) as launches:
+        for _ in kernel_lists(request_of("v4_flash"), launches):
+            pass
+    accesses = {}
+    for variant in launches.variants.values():
+        if isinstance(variant.source.fn, GluonJITFunction):  # its layouts are written down
+            continue
+        backend: Any = make_backend(variant.target)
+        options, context = backend.parse_options(variant.options), ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions = backend.get_codegen_implementation(options), backend.get_module_map()
+        module = str(variant.source.make_ir(variant.target, options, *functions, context))
+        found = re.findall(r"tt\.(?:load|store|atomic_\w+) .*tensor<", module)
+        accesses[variant.name] = max(len(found), accesses.get(variant.name, 0))
+    assert len(accesses) > 20
+    assert {name: count for name, count in accesses.items() if count > 64} == {}
 
 
 def test_triton_is_not_patched_and_as_before_after_a_recording():
@@ -473,14 +500,44 @@ def test_closing_ends_the_process(tmp_path, monkeypatch):
 def test_what_breaks_a_load_off_ends_the_process(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(ahead, "START", "import time; time.sleep(600)")
+    threads = torch.get_num_threads()
     with pytest.raises(KeyError), compiling_ahead(request_of("tiny")) as compilation:
         raise KeyError
+    assert torch.get_num_threads() == threads
     required(compilation).wait()
     assert required(required(compilation)._process).returncode == -9
     assert active_mode.get() is None
     required(compilation)._marker.touch()
     with compiling_ahead(request_of("tiny")) as nothing:
         assert nothing is None
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+def test_few_threads_load_weights_while_kernels_are_compiled(tmp_path, monkeypatch, threads):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(ahead, "START", "import time; time.sleep(600)")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with compiling_ahead(request_of("tiny")) as compilation:
+            assert torch.get_num_threads() == min(threads, ahead.LOADING_THREADS)
+        assert torch.get_num_threads() == threads
+        required(compilation).close()
+        required(compilation)._marker.touch()
+        with compiling_ahead(request_of("tiny")):  # nothing to compile
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(None, 15), ("1", 15), ("2", 7), ("16", 1), ("40", 1), ("0", 15)])
+def test_ranks_of_a_host_share_its_processors(monkeypatch, ranks, workers):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16), raising=False)
+    if ranks is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert ahead.default_workers() == workers
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

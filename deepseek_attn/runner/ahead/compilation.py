@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
+import torch
 from tqdm.auto import tqdm
 
+from deepseek_attn.layers.launch import environment
 from deepseek_attn.runner.ahead.request import RunnerRequest
 
 if TYPE_CHECKING:
@@ -30,14 +32,17 @@ SHOWN = 3
 """Failed kernels that a message names."""
 PATIENCE = 10.0
 """Seconds until a `Compilation` whose kernels are mostly cached begins by itself."""
+LOADING_THREADS = 3
+"""Threads of torch that load weights beside compilers. With one for each of 16 processors, a parallel loop always waits
+for a thread that a compiler has displaced: loading takes 14 s instead of 5, and kernels take twice as long."""
 SILENT_SECONDS = 120
 """A process without events for so long is taken to hang; one kernel takes less than 10 s."""
 
 
 def default_workers() -> int:
-    """Processes that compile kernels: one less than the processors that this process may use, and at least one."""
+    """Processes that compile kernels: one less than this rank's share of the processors, and at least one."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, processors - 1)
+    return max(1, processors // max(1, environment("LOCAL_WORLD_SIZE", 1)) - 1)
 
 
 class Compilation:
@@ -188,15 +193,18 @@ def launching(compilation: Compilation | None) -> Iterator[None]:
 def compiling_ahead(request: RunnerRequest | None) -> Iterator[Compilation | None]:
     """Starts to compile the kernels of a runner that is built in this context; an exception ends that.
 
-    Gives None without a request, and where all kernels are in Triton's cache.
+    Gives None without a request, and where all kernels are in Triton's cache. Otherwise torch uses few threads here.
     """
     if request is None or request.marker().exists():
         yield None
         return
-    compilation = Compilation(request, patient=True)
+    compilation, threads = Compilation(request, patient=True), torch.get_num_threads()
+    torch.set_num_threads(min(threads, LOADING_THREADS))
     try:
         with launching(compilation):
             yield compilation
     except BaseException:
         compilation.close()
         raise
+    finally:
+        torch.set_num_threads(threads)
