@@ -50,8 +50,8 @@ except ImportError as missing:
 SAMPLING = {field.name for field in fields(SamplingParams)} - {"logits_processors", "prompt_logprobs"}
 CHAT = ChatOptions.__annotations__.keys()
 REFUSED = (ValueError, TypeError, OverflowError)  # of a wrong request
-OTHERS = {"model", "stream", "stream_options", "max_completion_tokens", "top_logprobs"}
-OTHERS |= {"user", "metadata", "store", "service_tier", "parallel_tool_calls"}  # these change no answer
+OTHERS = {"model", "stream", "stream_options", "max_completion_tokens", "top_logprobs", "parallel_tool_calls"}
+OTHERS |= {"user", "metadata", "store", "service_tier"}  # these change no answer
 
 
 PATHS = ("/v1/models", "/v1/models/{name:path}", "/v1/completions", "/v1/chat/completions")
@@ -69,12 +69,17 @@ class Refusal(HTTPException):
 
 
 class Asked(NamedTuple):
-    """A request: its prompts, as `LLM.generate` takes them, and what is to be done with them."""
+    """A request: its prompts, as `LLM.generate` takes them, and what is to be done with them.
+
+    Attributes:
+        one_call: of the calls of a reply, only the first is shown.
+    """
 
     prompts: list[Any]
     params: SamplingParams
     stream: bool
     with_usage: bool
+    one_call: bool = False
 
 
 def read_body(llm: LLM, body: dict[str, Any], chat: bool) -> Asked:
@@ -99,9 +104,11 @@ def read_body(llm: LLM, body: dict[str, Any], chat: bool) -> Asked:
             if (kind := thinking.get("type")) not in ("enabled", "disabled"):
                 raise ValueError(f"thinking={thinking!r:.80}: its type must be 'enabled' or 'disabled'")
             choices["thinking"] = kind == "enabled"
+        if not isinstance(several := given.get("parallel_tool_calls", True), bool):
+            raise ValueError(f"parallel_tool_calls={several!r:.80}: must be true or false")
         messages = given.get("messages", [])
         prompt, params = llm.prompts.of_chat(Chat(messages, choices), params)
-        return Asked([prompt], params, stream, with_usage)
+        return Asked([prompt], params, stream, with_usage, one_call=not several)
     if (prompt := given.get("prompt")) is None:
         raise ValueError("prompt is missing")
     prompts = prompt_list(prompt)
@@ -173,9 +180,11 @@ def show_logprobs(llm: LLM, completion: Completion, chat: bool, start: int = 0) 
     return shown | {"top_logprobs": [{other["token"]: other["logprob"] for other in top} for top in tops]}
 
 
-def finish_reason(completion: Completion, chat: bool) -> str:
-    called = chat and completion.finish_reason == "stop" and completion.tool_calls
-    return "tool_calls" if called else completion.finish_reason
+def finish_reason(completion: Completion, chat: bool, one_call: bool) -> str:
+    """OpenAI's word for the end; with ``one_call`` the reply ends where a second call begins."""
+    calls = len(completion.tool_calls) if chat else 0
+    ended = completion.finish_reason == "stop" or (one_call and calls > 1)
+    return "tool_calls" if calls and ended else completion.finish_reason
 
 
 def usage(completions: list[Completion]) -> dict[str, Any]:
@@ -216,15 +225,19 @@ def make_app(llm: LLM, name: str) -> Starlette:
     def head(kind: str) -> dict[str, Any]:
         return {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": name}
 
-    def chunks(stream: TextStream, chat: bool, with_usage: bool) -> Iterator[dict[str, Any]]:
+    def chunks(stream: TextStream, chat: bool, with_usage: bool, one_call: bool) -> Iterator[dict[str, Any]]:
         first, sent = head("chat.completion.chunk" if chat else "text_completion"), 0
         try:
             for piece in chain(stream.deltas() if chat else stream, [None]):  # None: the end
+                if one_call and isinstance(piece, dict) and any(call["index"] for call in piece.get("tool_calls", ())):
+                    piece = None
                 now, part = stream.completion, {"index": 0, "delta" if chat else "text": piece or ({} if chat else "")}
-                reason = finish_reason(now, chat) if piece is None else None
+                reason = finish_reason(now, chat, one_call) if piece is None else None
                 part |= {"finish_reason": reason, "logprobs": show_logprobs(llm, now, chat, sent)}
                 sent = len(now.token_ids)
                 yield first | {"choices": [part]}
+                if piece is None:
+                    break
             if with_usage:
                 yield first | {"choices": [], "usage": usage([stream.completion])}
         except RequestFailed as error:
@@ -265,14 +278,19 @@ def make_app(llm: LLM, name: str) -> Starlette:
         asked = await run_in_threadpool(read_body, llm, body, chat)
         if asked.stream:
             stream = await run_in_threadpool(llm.stream, asked.prompts[0], asked.params)
-            return StreamingResponse(events(stream, chat, asked.with_usage), media_type="text/event-stream")
+            return StreamingResponse(
+                events(stream, chat, asked.with_usage, asked.one_call), media_type="text/event-stream"
+            )
         found = await completed(request, asked)
         choices = []
         for index, output in enumerate(output for completion in found for output in completion.outputs):
             if output.error:
                 raise RequestFailed(output.error)
-            part = {"message": output.message} if chat else {"text": output.text}
-            part |= {"finish_reason": finish_reason(output, chat), "logprobs": show_logprobs(llm, output, chat)}
+            part: dict[str, Any] = {"message": output.message} if chat else {"text": output.text}
+            if asked.one_call and "tool_calls" in part["message"]:
+                part["message"]["tool_calls"] = part["message"]["tool_calls"][:1]
+            reason = finish_reason(output, chat, asked.one_call)
+            part |= {"finish_reason": reason, "logprobs": show_logprobs(llm, output, chat)}
             choices.append({"index": index, **part})
         kind = "chat.completion" if chat else "text_completion"
         return JSONResponse(head(kind) | {"choices": choices, "usage": usage(found)})

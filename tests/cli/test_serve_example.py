@@ -200,6 +200,25 @@ def test_tools(client, llm, writes, stream):
     assert len({number for number, _, _ in calls}) == 2
 
 
+@pytest.mark.parametrize("text", [CALLS, CALLS[: CALLS.rindex("</")]], ids=["whole", "within the second call"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call(client, writes, stream, text):
+    """Without parallel calls a reply ends behind its first call; streamed, the second is not even computed."""
+    writes(text)
+    options = {"model": "tiny", "tools": [TOOL], "reasoning_effort": "high", "max_tokens": 400}
+    found = client.chat.completions.create(messages=HI, stream=stream, parallel_tool_calls=False, **options)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in found]
+        pieces = [piece for chunk in chunks for piece in chunk.delta.tool_calls or []]
+        assert {piece.index for piece in pieces} == {0}
+        reason, arguments = chunks[-1].finish_reason, "".join(piece.function.arguments for piece in pieces)
+    else:
+        [choice] = found.choices
+        [call] = choice.message.tool_calls
+        reason, arguments = choice.finish_reason, call.function.arguments
+    assert (reason, json.loads(arguments)) == ("tool_calls", {"city": "Łódź"})
+
+
 @exhaustive_on_cpu
 @pytest.mark.skipif(find_spec("llguidance") is None, reason="needs pip install 'deepseek-attn[structured]'")
 def test_structured_output(client):
@@ -424,6 +443,7 @@ def test_an_address_that_cannot_be_used(monkeypatch, capsys, host, message):
         ({"top_logprobs": 5}, "top_logprobs=5 needs logprobs: true"),
         ({"thinking": {"type": "on"}}, "its type must be 'enabled' or 'disabled'"),
         ({"thinking": "no"}, "thinking='no': must be True or False"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls='no': must be true or false"),
     ],
 )
 def test_wrong_requests(client, body, message):
