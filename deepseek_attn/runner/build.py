@@ -326,7 +326,7 @@ def _decode_tapes(
     wanted: bool | None, family: Family, model: Model, layout: CacheLayout, tables: EngramTables | None
 ) -> DecodeTapes | None:
     """Decode steps of one token on a CPU, as tapes; None where steps wait for other ranks, or read files."""
-    if wanted is False or family.device.type != "cpu" or family.options.deterministic or family.parallel.world > 1:
+    if wanted is False or family.device.type != "cpu" or family.parallel.world > 1:
         return None
     if isinstance(model, AttentionStack) or family.experts.kind != GPU or tables is not None:
         return None

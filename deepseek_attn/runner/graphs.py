@@ -239,6 +239,7 @@ class DecodeGraphs:
         limits: list[int] | None = None,
         size: StepSize | None = None,
         chunks: Sequence[Chunk] = (),
+        starts: list[int] | None = None,
     ) -> DecodeRun:
         """One step over the next tokens of each sequence, whose pages are reserved.
 
@@ -247,11 +248,12 @@ class DecodeGraphs:
             limits: lengths up to which the sequences have pages for drafts.
             size: holds the step; default: see `size_for`.
             chunks: the new tokens of each sequence, with those before; needed with Engram layers.
+            starts: positions of the first new tokens; default: behind the tokens that are committed.
         """
         prelaunched, self.prelaunched = self.prelaunched, None
         if prelaunched is not None and (run := prelaunched.reuse_if_matches(caches, token_ids, num_drafts)):
             return run
-        query_lens, starts = [len(ids) for ids in token_ids], [cache.num_tokens for cache in caches]
+        query_lens, starts = [len(ids) for ids in token_ids], starts or [cache.num_tokens for cache in caches]
         if size is None:
             longest = max(start + n for start, n in zip(starts, query_lens, strict=True))
             size = self.size_for(query_lens, max([longest, *(limits or [])]), decode_query_len, num_drafts)

@@ -47,8 +47,8 @@ class RunnerOptions(TypedDict, total=False):
             the memory that is free.
         cuda_graphs: replay decode steps as CUDA graphs, captured when a size is first met; default: where every op
             of the step has a kernel, but for DeepSeek-V4.1, whose graphs wait until all Engram rows have been read.
-            On a CPU: False also computes every step as it is; by default, later decode steps of one token repeat the
-            recorded operations of an earlier one, with the same bits.
+            On a CPU: False also computes every step as it is; by default, later decode steps of one token (with
+            ``deterministic`` all later tokens) repeat the recorded operations of an earlier one, with the same bits.
         deterministic: a row's logits (the bits) do not depend on its batch, chunks of its prompt, preemption, prefix
             reuse, drafts, or whether a step is a CUDA graph; refused where that cannot be kept. docs/reliability.md
             has the cost.

@@ -51,7 +51,8 @@ class StepOptions:
             log-probability of its greedy tokens; None: no log-probabilities. Empty: of no sequence.
         scored: by sequence of the batch, tokens that it has already whose log-probabilities are computed; None: none.
             Empty: of no sequence.
-        observer: called by each attention layer of the backbone after its attention. Such a step runs eagerly.
+        observer: called by each attention layer of the backbone after its attention, once for each token where a step
+            computes tokens one at a time (`LoadedModel.one_by_one`). Such a step runs eagerly.
         record: by sequence of the batch, the records to make of its new tokens; None: no records. Such a step runs
             eagerly. Empty: of no sequence.
         replay: by sequence of the batch, the experts and entries to use; None: the model's own choice. Such a

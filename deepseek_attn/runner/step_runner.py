@@ -31,6 +31,7 @@ from deepseek_attn.runner.step import (
     step_input,
 )
 from deepseek_attn.runner.step_recorder import StepRecorder
+from deepseek_attn.runner.tapes import DecodeTapes
 from deepseek_attn.runner.token_records import RecordedLayers
 from deepseek_attn.runner.trailing import SequenceRows
 from deepseek_attn.utils.tracing import stage, traced
@@ -130,11 +131,13 @@ class StepRunner(LoadedModel):
             )
         if self.graphs is not None:
             self.graphs.prelaunched = None  # a different step than the launched one
-        one = lengths == [1] and recorder is None and not options.observer and not plans
-        if self.tapes is not None and one and (run := self.tapes.repeat(caches[0], token_ids[0])):
-            return run
+        tapes = self.tapes if recorder is None and not options.observer and not plans else None
+        if tapes is not None and lengths == [1]:
+            [(sequence, _)], [[token]] = rows, token_ids
+            if run := tapes.repeat(sequence.cache, token, sequence.num_computed):
+                return run
         if self.one_by_one:
-            return self._compute_one_by_one(model, rows, recorder, plans)
+            return self._compute_one_by_one(model, rows, options, recorder, plans, tapes)
         lookups = self._look_up(chunks_of(rows))  # reads while the metadata is built, too
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device, dtype=torch.int64)
         batch = step_input(self.manager, caches, lengths, self.decode_query_len)
@@ -151,22 +154,33 @@ class StepRunner(LoadedModel):
             meta.forget_watchers()
 
     def _compute_one_by_one(
-        self, model: Backbone, rows: Batch, recorder: StepRecorder | None, plans: list[SequenceRows]
+        self,
+        model: Backbone,
+        rows: Batch,
+        options: StepOptions,
+        recorder: StepRecorder | None,
+        plans: list[SequenceRows],
+        tapes: DecodeTapes | None,
     ) -> EagerStep:
         """A step that launches each token separately, after the earlier tokens of its sequence."""
         states, lengths, one = [], [], torch.ones(1, dtype=torch.int64, device="cpu")
         for place, (sequence, n) in enumerate(rows):
             tables, kept = block_tables(self.manager, [sequence.cache]), 0
             for position in range(sequence.num_computed, sequence.num_computed + n):
+                token = sequence.token_ids[position]
+                if tapes is not None and (run := tapes.repeat(sequence.cache, token, position)):
+                    states.append(run.hidden_states([1]))
+                    kept += 1
+                    continue
                 batch, results = StepInput(one, one + position, tables), 1
                 meta = self.builder.build(batch)
-                meta.engram = self._look_up([Chunk(sequence.token_ids, position, 1)])
+                meta.observer, meta.engram = options.observer, self._look_up([Chunk(sequence.token_ids, position, 1)])
                 if self.trailing is not None and plans:
                     row = replace(plans[place], start=position, end=position + 1)
                     [results] = self.trailing.attach(meta, batch, [row])
                 if recorder is not None:
                     recorder.begin(meta, first=len(states))
-                ids = torch.tensor(sequence.token_ids[position : position + 1], device=self.device, dtype=torch.int64)
+                ids = torch.tensor([token], device=self.device, dtype=torch.int64)
                 try:
                     states.append(model(ids, meta.positions, meta))
                 finally:

@@ -24,13 +24,13 @@ class DecodeTapes(DecodeGraphs):
         self.steps, self.problem = 0, ""
         self.hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
 
-    def repeat(self, cache: SequenceCache, token_ids: list[int]) -> DecodeRun | None:
+    def repeat(self, cache: SequenceCache, token_id: int, position: int) -> DecodeRun | None:
         """The step of one token; None if it has to be computed as it is."""
         self.steps += 1
         if self.steps <= FIRST or self.problem or any(self.hooks):
             return None
         try:
-            return self.run([cache], [token_ids])
+            return self.run([cache], [[token_id]], starts=[position])
         except NotRepeatable as error:  # some layers have written their caches, and will write the same again
             self.problem = str(error)
         return None

@@ -253,6 +253,16 @@ REFUSED = {
 }
 
 
+def test_an_observer_sees_each_token():
+    runner = runner_of(torch.device("cpu"), "v4", "exact")
+    text, calls = prompt(runner.config, 60, 0), []
+    sequence = runner.sequence(text)
+    for new in (55, 3, 1):  # the recorded operations of earlier tokens call nobody
+        runner.step([(sequence, new)], StepOptions(observer=lambda call: calls.append((call.layer, len(call.output)))))
+    assert calls == 59 * [(f"layers.{spec.index}", 1) for spec in runner.backbone_layers]
+    sequence.free()
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_keep_it_is_refused(what):
     options, reason = REFUSED[what]

@@ -11,6 +11,7 @@ from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.runner import ModelRunner, tapes
 from deepseek_attn.runner.sequence import Sequence
 from tests.support.small_models import prompt, small_config, small_runner
+from tests.support.typed import required
 
 V4 = small_config([0, 4, 128])
 V32 = ModelConfig.from_preset("tiny_v32").replace(num_hidden_layers=2)
@@ -66,3 +67,26 @@ def test_bits(config: AnyConfig, options: dict[str, Any], repeats: bool) -> None
     assert plain.tapes is None
     assert taped.tapes is not None
     assert (taped.tapes.problem == "") is repeats, taped.tapes.problem
+
+
+@pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
+def test_deterministic_bits(config: AnyConfig) -> None:
+    """Tokens of prompts and of several requests repeat the tape, too, each at its own position."""
+    texts = [prompt(config, 150, 0), prompt(config, 60, 1)]
+    taped, plain = both(config, deterministic=True)
+    found = [in_chunks(runner, texts, (40, 1, 1, 7, 80)) for runner in (taped, plain)]
+    assert len(found[0]) == 10
+    assert all(map(torch.equal, *found))
+    tape = required(taped.tapes)
+    assert (tape.steps, tape.problem, plain.tapes) == (129 + 60, "", None)
+
+
+def in_chunks(runner: ModelRunner, texts: list[list[int]], sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Logits after chunks of the texts, which share steps."""
+    sequences, rows = [runner.sequence(text) for text in texts], []
+    for size in sizes:
+        left = [(sequence, len(sequence.token_ids) - sequence.num_computed) for sequence in sequences]
+        rows += runner.step([(sequence, min(size, n)) for sequence, n in left if n]).rows
+    for sequence in sequences:
+        sequence.free()
+    return rows
