@@ -11,6 +11,7 @@ import torch
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.models.block import AttentionStack, Backbone
+from deepseek_attn.utils.torch_state import torch_threads
 
 ASKED = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 DEFAULT = torch.get_num_threads()
@@ -51,8 +52,5 @@ class CpuThreads:
         if threads == 1 or not (self.deterministic or (not chosen and self.seconds(tokens) < WORTHWHILE)):
             yield
             return
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             yield
-        finally:
-            torch.set_num_threads(threads)

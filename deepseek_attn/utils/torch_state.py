@@ -45,6 +45,17 @@ def own_torch_state() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Context in which torch's operations of the calling thread run on ``count`` threads of the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def in_own_torch_state(function: Callable[P, R]) -> Callable[P, R]:
     """Runs a function in `own_torch_state`."""
 

@@ -58,6 +58,7 @@ from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.kernel_list import SLOWEST, kernel_lists
 from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp
+from deepseek_attn.utils.torch_state import torch_threads
 from tests.support.small_models import two_layers
 from tests.support.tiers import EXHAUSTIVE
 from tests.support.typed import required, untyped
@@ -516,9 +517,7 @@ def test_what_breaks_a_load_off_ends_the_process(tmp_path, monkeypatch):
 def test_few_threads_load_weights_while_kernels_are_compiled(tmp_path, monkeypatch, threads):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(ahead, "START", "import time; time.sleep(600)")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         with compiling_ahead(request_of("tiny")) as compilation:
             assert torch.get_num_threads() == min(threads, ahead.LOADING_THREADS)
         assert torch.get_num_threads() == threads
@@ -526,8 +525,6 @@ def test_few_threads_load_weights_while_kernels_are_compiled(tmp_path, monkeypat
         required(compilation)._marker.touch()
         with compiling_ahead(request_of("tiny")):  # nothing to compile
             assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(None, 15), ("1", 15), ("2", 7), ("16", 1), ("40", 1), ("0", 15)])

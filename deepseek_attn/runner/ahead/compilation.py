@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from deepseek_attn.layers.launch import environment
 from deepseek_attn.runner.ahead.request import RunnerRequest
+from deepseek_attn.utils.torch_state import torch_threads
 
 if TYPE_CHECKING:
     from deepseek_attn.runner.ahead.recording import Variant
@@ -198,13 +199,10 @@ def compiling_ahead(request: RunnerRequest | None) -> Iterator[Compilation | Non
     if request is None or request.marker().exists():
         yield None
         return
-    compilation, threads = Compilation(request, patient=True), torch.get_num_threads()
-    torch.set_num_threads(min(threads, LOADING_THREADS))
+    compilation = Compilation(request, patient=True)
     try:
-        with launching(compilation):
+        with torch_threads(min(torch.get_num_threads(), LOADING_THREADS)), launching(compilation):
             yield compilation
     except BaseException:
         compilation.close()
         raise
-    finally:
-        torch.set_num_threads(threads)
