@@ -69,10 +69,12 @@ class Refusal(HTTPException):
 
 
 class Asked(NamedTuple):
-    """A request: its prompts, as `LLM.generate` takes them, and what is to be done with them.
+    """A checked request.
 
     Attributes:
-        one_call: of the calls of a reply, only the first is shown.
+        prompts, params: arguments of `LLM.generate`.
+        stream: answer with server-sent events; with_usage: end them with the numbers of tokens.
+        one_call: end a reply behind its first tool call.
     """
 
     prompts: list[Any]
@@ -225,28 +227,29 @@ def make_app(llm: LLM, name: str) -> Starlette:
     def head(kind: str) -> dict[str, Any]:
         return {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": name}
 
-    def chunks(stream: TextStream, chat: bool, with_usage: bool, one_call: bool) -> Iterator[dict[str, Any]]:
+    def chunks(stream: TextStream, chat: bool, asked: Asked) -> Iterator[dict[str, Any]]:
         first, sent = head("chat.completion.chunk" if chat else "text_completion"), 0
         try:
             for piece in chain(stream.deltas() if chat else stream, [None]):  # None: the end
-                if one_call and isinstance(piece, dict) and any(call["index"] for call in piece.get("tool_calls", ())):
+                calls = piece.get("tool_calls", []) if isinstance(piece, dict) else []
+                if asked.one_call and any(call["index"] > 0 for call in calls):
                     piece = None
                 now, part = stream.completion, {"index": 0, "delta" if chat else "text": piece or ({} if chat else "")}
-                reason = finish_reason(now, chat, one_call) if piece is None else None
+                reason = finish_reason(now, chat, asked.one_call) if piece is None else None
                 part |= {"finish_reason": reason, "logprobs": show_logprobs(llm, now, chat, sent)}
                 sent = len(now.token_ids)
                 yield first | {"choices": [part]}
                 if piece is None:
                     break
-            if with_usage:
+            if asked.with_usage:
                 yield first | {"choices": [], "usage": usage([stream.completion])}
         except RequestFailed as error:
             yield refusal(error)
 
-    async def events(stream: TextStream, *options: bool) -> AsyncIterator[str]:
+    async def events(stream: TextStream, chat: bool, asked: Asked) -> AsyncIterator[str]:
         """Server-sent events; the request is cancelled when the client goes away."""
         try:
-            async for chunk in iterate_in_threadpool(chunks(stream, *options)):
+            async for chunk in iterate_in_threadpool(chunks(stream, chat, asked)):
                 yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
             yield "data: [DONE]\n\n"
         finally:
@@ -278,9 +281,7 @@ def make_app(llm: LLM, name: str) -> Starlette:
         asked = await run_in_threadpool(read_body, llm, body, chat)
         if asked.stream:
             stream = await run_in_threadpool(llm.stream, asked.prompts[0], asked.params)
-            return StreamingResponse(
-                events(stream, chat, asked.with_usage, asked.one_call), media_type="text/event-stream"
-            )
+            return StreamingResponse(events(stream, chat, asked), media_type="text/event-stream")
         found = await completed(request, asked)
         choices = []
         for index, output in enumerate(output for completion in found for output in completion.outputs):
