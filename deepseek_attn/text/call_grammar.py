@@ -1,8 +1,7 @@
 """A reply that must call functions, as a grammar: the markup of DeepSeek's encodings around arguments of their schemas.
 
-A parameter is written as the encodings write it: a string without quotes, any other value as JSON. A string with a
-``pattern`` or a ``format`` is written as JSON. Parameters come in the order of the schema. Those that it does not name
-are excluded.
+Parameters are written as the encodings write them: strings without quotes, other values as JSON. Strings with a
+``pattern`` or a ``format`` are written as JSON too. Parameters follow the order of the schema; a call has no others.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def call_grammar(
         functions: the functions that may be called.
         begun: the prompt ends behind the beginning of the block.
         several: one call or more; else exactly one.
-        spelled: the tokenizer has no ``｜DSML｜`` token: the grammar matches its text.
+        spelled: match the text ``｜DSML｜``, because the tokenizer has no such token.
 
     Raises:
         ValueError: the parameters of a function are not an object, or have keywords that are not supported.

@@ -185,7 +185,7 @@ def requires_call(choice: Any) -> bool:
 
 
 def required_functions(functions: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
-    """The functions of which a ``tool_choice`` that requires a call allows one: all, or the one that it names.
+    """The functions that may be called where ``tool_choice`` requires a call: all, or the one that it names.
 
     Raises:
         ValueError: the choice names a function that is not among them.

@@ -255,8 +255,8 @@ def _balance(args, first, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
         for _ in tl.static_range(M, LAST):
             sums += (tl.zeros((TOKENS,), tl.float32),)
         squares = tl.zeros((TOKENS,), tl.float32)
-        # The loads of a split's rows are on their way together. With those of all splits, 200, the launch is no faster,
-        # and takes 8 s to compile instead of 1.5: for each load Triton walks all operations to choose a layout.
+        # All rows of a split are loaded before the first sum waits. Loading all splits first is no faster and takes 8 s
+        # to compile instead of 1.5: to choose layouts, Triton walks all operations for each of the 200 loads.
         for split in range(splits):
             at = args.sums + (split * T + t) * (ROWS + 1)
             squares += tl.load(at + ROWS)

@@ -1,4 +1,4 @@
-"""Grammars of required calls accept what the encodings write for arguments that fit the schemas, and nothing else."""
+"""A grammar of required calls accepts the encoded calls whose arguments fit the schemas, and no other text."""
 
 from __future__ import annotations
 
