@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -193,6 +194,10 @@ def main() -> None:
         work(args)
         return
 
+    if not (Path(args.model) / "config.json").is_file():
+        parser.error(f"--model {args.model}: there is no config.json")
+    if shutil.which(args.python) is None:
+        parser.error(f"--python {args.python}: there is no such program")
     vocab, draw = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"], random.Random(0)
     workers = [Worker(name, args.python if name == "fastllm" else sys.executable, args) for name in PROGRAMS]
     for worker in workers:

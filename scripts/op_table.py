@@ -199,7 +199,11 @@ def main() -> None:
     )
     parser.add_argument("page", type=Path, help="docs/structure.md")
     page = parser.parse_args().page
-    write_text(page, with_table(page.read_text(encoding="utf-8")))
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        parser.error(str(error))
+    write_text(page, with_table(text))
 
 
 if __name__ == "__main__":

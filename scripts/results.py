@@ -831,7 +831,11 @@ def main() -> None:
     )
     parser.add_argument("docs", type=Path, help="the folder docs: reads its data, writes results.md")
     docs = parser.parse_args().docs
-    write_text(docs / "results.md", page(docs / "data"))
+    try:
+        text = page(docs / "data")
+    except FileNotFoundError as error:
+        parser.error(f"{error.filename}: no such file; expected the folder docs of a checkout, with all of its data")
+    write_text(docs / "results.md", text)
 
 
 if __name__ == "__main__":

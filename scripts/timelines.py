@@ -286,6 +286,8 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="where the SVG files are written")
     folder = parser.parse_args().folder
+    if not folder.is_dir():
+        parser.error(f"{folder} is not a folder")
     for name, make in TIMELINES.items():
         write_text(folder / f"{name}.svg", make().svg())
 

@@ -42,6 +42,22 @@ def test_a_report_that_is_none(run, capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("results.py", ["{0}"], "{0}/data/"),
+        ("op_table.py", ["{0}/page.md"], "No such file"),
+        ("timelines.py", ["{0}/new"], "{0}/new is not a folder"),
+        ("bench_fastllm.py", ["--model", "{0}"], "--model {0}: there is no config.json"),
+        ("bench_fastllm.py", ["--python", "{0}/python"], "--python {0}/python: there is no such program"),
+    ],
+)
+def test_a_path_that_is_none(run, capsys, tmp_path, name, arguments, message):
+    assert run(name, *(argument.format(tmp_path) for argument in arguments)) == 2
+    assert message.format(tmp_path) in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_picture_of_decode_times_is_that_of_the_measurements(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(SCRIPTS)
