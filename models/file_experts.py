@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,10 +72,6 @@ class FileExperts:
                 self._fill(row, parts)
         rows = self.row | passing
         return ExpertSlots(to_device([rows.get(expert, 0) for expert in range(count)], self._device, torch.int32))
-
-    def look_ahead(self, hidden: Any, experts: Tensor) -> bool:
-        """Predicts nothing, and returns False: the host waits for the routing of each layer."""
-        return False
 
     def release(self) -> None:
         """The layer's products are launched; copies of the next layer wait for them in order."""

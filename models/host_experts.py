@@ -3,7 +3,8 @@
 * Few tokens: `fetch_experts` copies the experts that the tokens chose and the GPU lacks. The device finds them, so that
   CUDA graphs hold all of it. The copies run on a stream of their own: the first product waits for w1 and w3 alone.
   Layers with hash routing begin with the step. The bus would rest from a layer's last copy to the next layer's routing:
-  meanwhile `prefetch_experts` copies experts that the next layer's router chooses for the hidden state that is there.
+  meanwhile `prefetch_experts` copies experts that the next layer's router chooses for the hidden state that is there;
+  if the next layer lacks none of these, one of the layer after it.
 * Many tokens need nearly every expert: all experts that are not cached are copied ahead of the routing, while the
   layers before compute. The host reads once per step which experts are cached and lets the GPU's copy engine do it:
   copies by a kernel are slower (50.5 and 55.3 GB/s, H200), and products start late on multiprocessors that copy.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ from deepseek_attn.kernels.moe import (
     fetch_experts,
     prefetch_experts,
 )
-from deepseek_attn.kernels.moe.types import copied_parts, expert_parts
+from deepseek_attn.kernels.moe.types import COPY_PROGRAMS, copied_parts, expert_parts
 from deepseek_attn.layers.expert_memory import ExpertStats
 from deepseek_attn.models.expert_rows import HOST_AREAS, RowRange, Stacks, divide_rows
 from deepseek_attn.utils.device import run_beside
@@ -55,13 +57,22 @@ class NextLayer(NamedTuple):
 
     Attributes:
         experts: of the layer.
-        predict: experts ``[T, k]`` that its router chooses for the hidden state before the experts of the other layer.
+        predict: experts ``[T, k]`` that its router chooses for the hidden state before the experts of an earlier layer.
         most_pairs: of a token and an expert, for which experts are predicted.
     """
 
     experts: LayerExperts
     predict: Callable[[Any], Tensor]
     most_pairs: int
+
+    def takes(self, pairs: int) -> bool:
+        """Whether experts are copied ahead in a step with this number of pairs of a token and an expert.
+
+        Not for many, nor for a layer that has all experts, fetched them already or copies all of them.
+        """
+        layer = self.experts
+        busy = layer.has_all or layer._is_ahead or layer._fetched is not None or layer.known is not None
+        return not busy and 0 < pairs <= self.most_pairs
 
 
 class LayerExperts:
@@ -70,19 +81,26 @@ class LayerExperts:
     Attributes:
         state: rows and copies of the layer.
         area: number of the area behind the cached rows that it uses.
-        stream: where copies run; None but on a GPU.
+        stream, early_stream: where copies run, and those for the layer after the next one; None but on a GPU.
         successor: the next layer that uses the same area.
         known: row of each expert, -1 for others, as the host read them for this step; None: not read.
         lookup: experts ``[T, k]`` of token ids ``[T]``, of a layer with hash routing.
-        next_layer: whose experts are predicted and copied ahead; None: of no layer.
+        next_layer: whose experts are predicted and copied ahead, and those of its own next layer; None: of no layer.
     """
 
-    def __init__(self, state: HostExperts, area: int, stream: torch.cuda.Stream | None):
-        self.state, self.area, self.stream = state, area, stream
+    def __init__(
+        self,
+        state: HostExperts,
+        area: int,
+        stream: torch.cuda.Stream | None = None,
+        early_stream: torch.cuda.Stream | None = None,
+    ):
+        self.state, self.area, self.stream, self.early_stream = state, area, stream, early_stream
         self.successor: LayerExperts | None = None
         self.known: list[int] | None = None
         self.lookup: Callable[[Tensor], Tensor] | None = None
         self.next_layer: NextLayer | None = None
+        self._predicted: Tensor | None = None
         self._guessed: _Guess | None = None
         self._fetched: ExpertSlots | None = None
         self._arrived: torch.cuda.Event | None = None
@@ -122,34 +140,74 @@ class LayerExperts:
         count_expert_uses(self.state, experts)
         return ExpertSlots(self.state.found)
 
-    def look_ahead(self, hidden: Any, experts: Tensor) -> bool:
-        """Predicts experts of the next layer from a hidden state, and copies those that are missing beside all else.
+    def _following(self, pairs: int) -> list[NextLayer]:
+        """The next layer and the one after it, as far as experts are copied ahead for them."""
+        found: list[NextLayer] = []
+        layer = self.next_layer
+        while layer is not None and len(found) < 2 and layer.takes(pairs):
+            found.append(layer)
+            layer = layer.experts.next_layer
+        return found
 
-        Not for many tokens, nor for a layer that has all experts, fetched them already or copies all of them; returns
-        whether it did.
+    def predict(self, hidden: Any, pairs: int) -> None:
+        """In a CUDA graph: begins the prediction of the next layer's experts for `look_ahead`, beside the router.
 
         Args:
-            hidden: for `NextLayer.predict`; experts: the routing of this layer, whose copies are launched.
+            hidden: for `NextLayer.predict`; pairs: of a token and an expert, which the router is about to choose.
         """
-        if self.next_layer is None:
+        self._predicted = None
+        following = self._following(pairs)
+        if following and self.stream is not None and torch.cuda.is_current_stream_capturing():
+            predict = partial(following[0].predict, hidden)
+            self._predicted, _ = run_beside(predict, self.stream.device, urgent=True)
+
+    def look_ahead(self, hidden: Any, experts: Tensor) -> bool:
+        """Copies experts of the next layer that its router predicts and that it lacks, beside all else.
+
+        If it lacks none of these, one of the layer after it is copied. Returns whether experts are predicted.
+
+        Args:
+            hidden: that of `predict`; experts: the routing of this layer, whose copies are launched.
+        """
+        following = self._following(experts.numel())
+        predicted, self._predicted = self._predicted, None
+        if not following:
             return False
-        layer, predict, most_pairs = self.next_layer
-        busy = layer.has_all or layer._is_ahead or layer._fetched is not None or layer.known is not None
-        if busy or not 0 < experts.numel() <= most_pairs:
-            return False
-        device = layer.state.row.device
-        _, chosen = run_beside(
-            lambda: prefetch_experts(layer.state, predict(hidden).contiguous(), layer.stream), device
-        )
-        layer._guessed = _Guess(hidden, chosen)
+
+        def prefetch() -> None:
+            following[0].experts._prefetch(following[0].predict(hidden) if predicted is None else predicted)
+            for layer in following[1:]:
+                layer.experts._prefetch(layer.predict(hidden), following[0].experts.state)
+
+        # a prediction that was begun waits for nothing else
+        _, chosen = run_beside(prefetch, self.state.row.device, urgent=True, behind=predicted is None)
+        for number, layer in enumerate(following):
+            early = layer.experts._guessed
+            layer.experts._guessed = _Guess((hidden, early and early.inputs), chosen, number > 0)
         return True
+
+    def _prefetch(self, predicted: Tensor, before: HostExperts | None = None) -> None:
+        """Calls `prefetch_experts`; copies of an early call, ``before`` the next layer's routing, have a stream."""
+        stream = self.stream
+        if self.stream is not None and self.early_stream is not None:
+            if before is not None:
+                stream = self.early_stream
+                stream.wait_stream(self.stream)
+            elif self._guessed is not None:
+                self.stream.wait_stream(self.early_stream)
+        prefetch_experts(self.state, predicted.contiguous(), stream, before)
 
     def _wait_for_guess(self) -> bool:
         """Lets the next launches wait until experts to copy ahead are chosen; whether there were any for this call."""
-        guessed, self._guessed = self._guessed, None
-        if guessed is not None and guessed.chosen is not None:
+        guessed = self._guessed
+        if guessed is None:
+            return False
+        if guessed.chosen is not None:
             guessed.chosen.wait()
-        return guessed is not None
+        if guessed.is_early:  # its copy may have paused: without another prediction the expert has no row
+            self._prefetch(torch.full_like(self.state.ahead, -1))
+        self._guessed = None
+        return True
 
     def release(self) -> None:
         """The layer's products are launched: its area is the successor's, which is copied ahead as this one was."""
@@ -215,12 +273,14 @@ class _Guess(NamedTuple):
     """A prediction whose copies are launched.
 
     Attributes:
-        hidden: its input, which keeps its memory until another stream has read it.
+        inputs: of it and of an early one, which keep their memory until another stream has read it.
         chosen: event of another stream that completes the choice of experts; None: earlier launches do.
+        is_early: it was made two layers ahead; the next layer makes another one.
     """
 
-    hidden: Any
+    inputs: Any
     chosen: torch.cuda.Event | None
+    is_early: bool
 
 
 def _missing_runs(rows: Sequence[int], places: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -269,11 +329,11 @@ class ExpertRows:
             ValueError: see `cached_experts`.
         """
         divided = divide_rows(stacks, device, budget, HOST_AREAS)
-        stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if device.type == "cuda" else []
         width = -(-max(len(host[0].weight) for host in stacks) // 4) * 4  # rows of the table stay aligned
         table = torch.full((len(stacks), width), -1, dtype=torch.int32, device=device)
         layers = [
-            LayerExperts(_with_first_experts(host, rows, table[number, : len(host[0].weight)]), rows.area, stream)
+            LayerExperts(_with_first_experts(host, rows, table[number, : len(host[0].weight)]), rows.area, *streams)
             for number, (host, rows) in enumerate(zip(stacks, divided.layers, strict=True))
         ]
         last: dict[tuple[int, int], LayerExperts] = {}
@@ -348,6 +408,6 @@ def _with_first_experts(host: Stacks, rows: RowRange, row: Tensor) -> HostExpert
     row[:cached] = owner + first
     return HostExperts(
         host, stacks, row, owner, filled(0, E), first, staged, filled(0, E), filled(0, 2, E), filled(0, 1),
-        filled(-1, 2, AHEAD_COPIES), torch.zeros(4, dtype=torch.int64, device=device),
+        filled(-1, 2, 1 + AHEAD_COPIES), filled(0, COPY_PROGRAMS), torch.zeros(4, dtype=torch.int64, device=device),
         copied_parts(host[:2], stacks[:2]), copied_parts(host[2:], stacks[2:]), copied_parts(host, stacks),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from deepseek_attn.kernels.moe import (
     moe_route,
     swiglu,
 )
-from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertsCall, ExpertStack, Router
+from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertsCall, ExpertSlots, ExpertStack, Router
 from deepseek_attn.layers.expert_memory import DISK, RESIDENT, ExpertMemory
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
@@ -201,12 +201,12 @@ class Experts(CheckpointModule):
         weights: torch.Tensor,
         add: torch.Tensor | None = None,
         add_ready: torch.cuda.Event | None = None,
-        hidden: Any = None,
+        slots: ExpertSlots | None = None,
     ) -> torch.Tensor:
         """Weighted sum of each token's experts: ``x [T, D]``, ``experts`` and ``weights [T, k]`` -> float32 ``[T, D]``.
 
         With ``add [T, D]``, the dtype of x: the sum is rounded after the addition, which waits for ``add_ready``.
-        ``hidden``: see `MoE.forward`.
+        ``slots``: of ``rows.find``, if it was called.
         """
         options = self.limit, self.weigh_output, self.w1.input_format, add, self.count, add_ready
         if self.memory.kind == DISK and self.rows is None:
@@ -214,9 +214,7 @@ class Experts(CheckpointModule):
                 return moe_experts(ExpertsCall(x, experts, weights, *stacks, *options))
         if self.rows is None:
             return moe_experts(ExpertsCall(x, experts, weights, *self.stacks(), *options))
-        slots = self.rows.find(experts)
-        if hidden is not None and self.rows.look_ahead(hidden, experts):
-            slots = slots._replace(beside_copies=True)
+        slots = self.rows.find(experts) if slots is None else slots
         out = moe_experts(ExpertsCall(x, experts, weights, *self.rows.stacks, *options, slots))
         self.rows.release()
         return out
@@ -322,11 +320,22 @@ class MoE(CheckpointModule):
 
         hidden: the block's state before its experts, from which the next block predicts its own; see `expect_experts`.
         """
-        shared = self._shared(x)
         everyone = self.parallel.gather_tokens(x)
         token_ids = self.parallel.gather_tokens(token_ids) if self.gate.hash else token_ids
+        rows = self.experts.rows
+        if not isinstance(rows, LayerExperts):
+            shared = self._shared(x)
+            routed = self.experts(everyone, *self.gate(everyone, token_ids), *shared)
+            return self.parallel.sum_experts(routed, len(x))
         hidden = hidden if len(x) else None  # a rank without tokens of its own has nothing to predict from
-        routed = self.experts(everyone, *self.gate(everyone, token_ids), *shared, hidden)
+        if hidden is not None:
+            rows.predict(hidden, len(everyone) * self.gate.topk)
+        experts, weights = self.gate(everyone, token_ids)
+        slots = rows.find(experts)
+        shared = self._shared(x)  # behind the choice of rows, which its many programs would delay
+        if hidden is not None and rows.look_ahead(hidden, experts):
+            slots = slots._replace(beside_copies=True)
+        routed = self.experts(everyone, experts, weights, *shared, slots)
         return self.parallel.sum_experts(routed, len(x))
 
     def mixture(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

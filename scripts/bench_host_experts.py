@@ -10,8 +10,9 @@
   which ``deepseek-attn plan`` predicts. Routers are computed, and then replaced by the same random routings. ``--soak``
   repeats decode steps under routings that shift every few seconds, and compares the logits of a text meanwhile. How
   well a router predicts the next layer's is a property of trained weights: ``--shares`` sets which part of the
-  predicted experts are those of the routing. The others are drawn by the same law. The prediction is computed all the
-  same. "router": random tokens, whose routings and predictions are those of the routers, with random weights.
+  predicted experts are those of the routing. The others are drawn by the same law. Predictions two layers ahead keep
+  the same share of these predictions, so that its square is right. The prediction is computed all the same. "router":
+  random tokens, whose routings and predictions are those of the routers, with random weights.
 
 Routings are uniform, or follow Zipf's law with exponent 1 over the experts of each layer in an order of its own; each
 step draws anew. The limit of the bus is the bytes of the experts that a step copied over the rate of cudaMemcpy.
@@ -65,7 +66,7 @@ GPU_ROOM = 6 << 30  # left free beside the rows of the experts alone
 COPY_SIZES = [(8, 4), (16, 4), (32, 4), (64, 4), (132, 4), (264, 4), (8, 16), (16, 16), (32, 8), (64, 8)]
 STEPS, SECONDS = 150, 2.5  # of a routing before it is timed, and as often while it is timed
 SETTLING = 400  # steps after which the residents have followed a routing: counts of use halve in 44
-SHIFT_SECONDS, SOAK_BATCH = 5.0, 4  # of a routing of the soak, and requests of its steps
+SHIFT_SECONDS = 5.0  # of a routing of the soak
 SOAK_SHARE = 0.8  # of the soak's predictions that are right
 
 
@@ -89,6 +90,7 @@ def main() -> None:
         "--in-a-row", type=int, default=4, help="steps launched before one is waited for, as engines do (default: 4)"
     )
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
+    parser.add_argument("--soak-batch", type=int, default=4, help="requests of the soak's steps (default: 4)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -299,8 +301,11 @@ class Bench:
             uniform = torch.rand(layers, T, E, device=self.device, generator=generator).clamp_(min=1e-9)
             yield (log_weight[:, None] - (-uniform.log()).log()).topk(topk, -1).indices
 
-    def draws(self, rows: ExpertRows, ids: Tensor, kind: str, guessed: Tensor | None = None) -> Draw:
-        """A function that draws ``ids [layers, T, topk]``, which steps read, and what modes with a share predict."""
+    def draws(self, rows: ExpertRows, ids: Tensor, kind: str, guessed: Sequence[Tensor] = ()) -> Draw:
+        """A function that draws ``ids [layers, T, topk]``, which steps read, and what modes with a share predict.
+
+        ``guessed``: one layer ahead, then two.
+        """
         (layers, T, topk), E = ids.shape, len(rows.layers[0].state.row)
         self.calls += 1  # the residents know the routings of earlier calls
         drawn, others = (self.routings(kind, layers, T, topk, E, 2 * self.calls + i, 1) for i in (0, 1))
@@ -309,11 +314,16 @@ class Bench:
 
         def draw(mode: Mode, again: bool) -> Callable[[], object]:
             routing = ids.clone() if again else next(drawn)
-            guesses = routing
-            if mode.share is not None:
-                is_right = torch.rand(ids.shape, device=ids.device) < (1.0 if again else mode.share)
-                guesses = torch.where(is_right, routing, next(others))
-            return lambda: (ids.copy_(routing), guessed is None or guessed.copy_(guesses))
+            guesses, share = [routing], 1.0 if again or mode.share is None else mode.share
+            for _ in guessed:
+                is_right = torch.rand(ids.shape, device=ids.device) < share
+                guesses.append(torch.where(is_right, guesses[-1], next(others)))
+
+            def set_inputs() -> None:
+                for target, source in zip((ids, *guessed), guesses, strict=True):
+                    target.copy_(source)
+
+            return set_inputs
 
         return draw
 
@@ -561,12 +571,16 @@ class Bench:
         say(f"  first prompt, with kernels that are compiled meanwhile: {time.perf_counter() - begin:.1f} s")
         self.prompt(results, prompt, layers * (E - rows.cached), nbytes)
         if self.args.shares:
-            results["router"] = given.accuracy(runner, [7 * i % config.vocab_size for i in range(16)])
-            say(f"  predictions of the router, random weights: {results['router']:.3f} of a token's experts are right")
+            text = [7 * i % config.vocab_size for i in range(16)]
+            results["router"], results["router_early"] = given.accuracy(runner, text)
+            say(
+                f"  predictions of the router, random weights: {results['router']:.3f} of a token's experts are right, "
+                f"{results['router_early']:.3f} two layers ahead"
+            )
         for batch in self.args.batches:
             ids = next(self.routings("uniform", layers, batch, k, E))
-            guessed = ids.clone()
-            given.routings[batch], given.guesses[batch] = list(ids), list(guessed)
+            guessed = ids.clone(), ids.clone()
+            given.routings[batch], given.guesses[batch], given.early[batch] = map(list, (ids, *guessed))
 
             def time_modes(kind: str, modes: list[Mode], draw: Draw, batch: int = batch) -> None:
                 found = self.steps(rows, layers, modes, draw)
@@ -584,7 +598,7 @@ class Bench:
                 modes = [Mode(steps[0].run), *(Mode(steps[1].run, share) for share in self.args.shares)]
                 for kind in ("uniform", "zipf"):
                     time_modes(kind, modes, self.draws(rows, ids, kind, guessed))
-            del given.routings[batch], given.guesses[batch]
+            del given.routings[batch], given.guesses[batch], given.early[batch]
             if not self.args.shares:
                 continue
             with (
@@ -608,33 +622,38 @@ class Bench:
 
         With ``--out``, each routing is a line of a file beside it, so that a run that is cut off leaves its rounds.
         """
-        config, T = self.config, min(300, self.args.prompt)
+        config, T, batch = self.config, min(300, self.args.prompt), self.args.soak_batch
         E, k, layers = config.n_routed_experts, config.num_experts_per_tok, len(config.layers)
         text = [7 * i % config.vocab_size for i in range(T)]
 
-        def logits() -> list[Tensor]:
-            """Of prompts that copy all experts ahead, and of tokens that fetch what they need."""
-            return [row.view(torch.int32) for row in (*runner.score([text]), *runner.score([text[:6]], chunk_size=1))]
+        chunk = 2 if batch == 1 else 1  # its routers' own experts: those of steps of ``batch`` tokens are given
 
-        expected, ids = logits(), next(self.routings("uniform", layers, SOAK_BATCH, k, E))
-        guessed, fixed = ids.clone(), ids.clone()
-        given.routings[SOAK_BATCH], given.guesses[SOAK_BATCH] = list(ids), list(guessed)
+        def logits() -> list[Tensor]:
+            """Of prompts that copy all experts ahead, and of few tokens that fetch what they need."""
+            rows = *runner.score([text]), *runner.score([text[:6]], chunk_size=chunk)
+            return [row.view(torch.int32) for row in rows]
+
+        expected, ids = logits(), next(self.routings("uniform", layers, batch, k, E))
+        guessed, early, fixed = ids.clone(), ids.clone(), ids.clone()
+        given.routings[batch], given.guesses[batch], given.early[batch] = map(list, (ids, guessed, early))
         rounds: list[dict[str, Any]] = []
         begin = time.perf_counter()
-        with decode_steps(runner, SOAK_BATCH, len(text), self.rows_of(runner), [True]) as (step,):
+        with decode_steps(runner, batch, len(text), self.rows_of(runner), [True]) as (step,):
 
             def take(routing: Tensor) -> None:
                 with torch.inference_mode():
                     ids.copy_(routing)
-                    is_right = torch.rand(ids.shape, device=ids.device) < SOAK_SHARE
-                    guessed.copy_(torch.where(is_right, ids, (ids + 1) % E))
+                    right = ids
+                    for guess in (guessed, early):
+                        is_right = torch.rand(ids.shape, device=ids.device) < SOAK_SHARE
+                        right = guess.copy_(torch.where(is_right, right, (right + 1) % E))
                     step.run()
                 self.synchronize()
 
             take(fixed)
             of_step = step.logits().clone()
             while not rounds or time.perf_counter() - begin < 60 * self.args.soak:
-                drawn, steps = self.routings("zipf", layers, SOAK_BATCH, k, E, 100 + len(rounds)), 0
+                drawn, steps = self.routings("zipf", layers, batch, k, E, 100 + len(rounds)), 0
                 shift = time.perf_counter() + min(SHIFT_SECONDS, 30 * self.args.soak)
                 while not steps or time.perf_counter() < shift:
                     take(next(drawn))
@@ -649,7 +668,7 @@ class Bench:
                 if self.args.out is not None:
                     with open(self.args.out.with_suffix(".soak.jsonl"), "a", encoding="utf-8") as file:
                         file.write(json.dumps(rounds[-1]) + "\n")
-        del given.routings[SOAK_BATCH], given.guesses[SOAK_BATCH]
+        del given.routings[batch], given.guesses[batch], given.early[batch]
         finite = all(bool(row.view(torch.float32).isfinite().all()) for row in expected)
         stats = runner.expert_rows.stats if runner.expert_rows is not None else None
         result = {
@@ -806,39 +825,47 @@ class Given:
     """Experts that replace those of routers, by the number of tokens: int64 ``[T, k]`` of each layer.
 
     Attributes:
-        routings, guesses: of routers, and of their predictions.
-        made: while predictions are recorded: (gate, experts) of predictions and of routings, as they come.
+        routings, guesses, early: of routers, of their predictions, and of those two layers ahead.
+        made: while predictions are recorded: (kind, gate, experts) of predictions and of routings, as they come.
+        current: number of the layer that computes.
     """
 
     routings: dict[int, list[Tensor]] = field(default_factory=dict)
     guesses: dict[int, list[Tensor]] = field(default_factory=dict)
+    early: dict[int, list[Tensor]] = field(default_factory=dict)
     made: list[tuple[str, Gate, Tensor]] | None = None
+    current: int = 0
 
-    def accuracy(self, runner: ModelRunner, text: list[int]) -> float:
-        """Share of the experts of a text's tokens, in layers with predictions, that the routers themselves predict."""
+    def accuracy(self, runner: ModelRunner, text: list[int]) -> tuple[float, float]:
+        """Share of the experts of a text's tokens that routers predict, one layer and two layers ahead."""
         self.made = []
         runner.score([text])
-        right = needed = 0
-        predicted: dict[int, Tensor] = {}
+        right, needed = {"guess": 0, "early": 0}, {"guess": 0, "early": 0}
+        predicted: dict[tuple[str, int], Tensor] = {}
         for kind, gate, experts in self.made:
-            if kind == "guess":
-                predicted[id(gate)] = experts
-            elif (guess := predicted.pop(id(gate), None)) is not None:
-                right += int((guess[:, :, None] == experts[:, None]).any(1).sum())
-                needed += experts.numel()
+            if kind in right:
+                predicted[kind, id(gate)] = experts
+                continue
+            for name in right:
+                if (guess := predicted.pop((name, id(gate)), None)) is not None:
+                    right[name] += int((guess[:, :, None] == experts[:, None]).any(1).sum())
+                    needed[name] += experts.numel()
         self.made = None
-        return right / max(1, needed)
+        return right["guess"] / max(1, needed["guess"]), right["early"] / max(1, needed["early"])
 
 
 @contextmanager
 def given_routings() -> Iterator[Given]:
     """Routers return given experts in this context."""
     given = Given()
-    forward, lookup, predict = Gate.forward, Gate.lookup, Gate.predict
+    forward, lookup, predict, compute = Gate.forward, Gate.lookup, Gate.predict, MoE.forward
     numbers_of: dict[int, int] = {}
 
+    def number_of(gate: Gate) -> int:
+        return numbers_of.setdefault(id(gate), len(numbers_of))
+
     def chosen(gate: Gate, experts: Tensor, others: dict[int, list[Tensor]]) -> Tensor:
-        number = numbers_of.setdefault(id(gate), len(numbers_of))
+        number = number_of(gate)
         layers = others.get(len(experts))
         return experts if layers is None or number >= len(layers) else layers[number]
 
@@ -850,16 +877,21 @@ def given_routings() -> Iterator[Given]:
 
     def guessed(self: Gate, x: Tensor) -> Tensor:
         experts = forward(self, x, x.new_empty(0, dtype=torch.int64))[0]
+        is_early = number_of(self) == given.current + 2
         if given.made is not None:
-            given.made.append(("guess", self, experts))
-        return chosen(self, experts, given.guesses)
+            given.made.append(("early" if is_early else "guess", self, experts))
+        return chosen(self, experts, given.early if is_early else given.guesses)
 
-    Gate.forward, Gate.predict = replaced, guessed
+    def computed(self: MoE, x: Tensor, token_ids: Tensor, hidden: Any = None) -> Tensor:
+        given.current = number_of(self.gate)
+        return compute(self, x, token_ids, hidden)
+
+    Gate.forward, Gate.predict, MoE.forward = replaced, guessed, computed
     Gate.lookup = lambda self, token_ids: chosen(self, lookup(self, token_ids), given.routings)
     try:
         yield given
     finally:
-        Gate.forward, Gate.lookup, Gate.predict = forward, lookup, predict
+        Gate.forward, Gate.lookup, Gate.predict, MoE.forward = forward, lookup, predict, compute
 
 
 @contextmanager

@@ -129,16 +129,23 @@ def to_device(
     return values.to(device, non_blocking=cuda)
 
 
-def run_beside(function: Callable[[], T], device: torch.device) -> tuple[T, torch.cuda.Event | None]:
+def run_beside(
+    function: Callable[[], T], device: torch.device, urgent: bool = False, behind: bool = True
+) -> tuple[T, torch.cuda.Event | None]:
     """Runs ``function`` in parallel with the next launches; returns its result and the event of its completion.
 
     During CUDA graph capture it runs on a side stream. Otherwise it runs in order on the current stream, without an
     event: only within a graph do streams share memory in the order of their events.
+
+    Args:
+        urgent: it has a side stream of its own, whose programs start before others.
+        behind: it waits for earlier launches of the current stream; else only for those of its side stream.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return function(), None
-    side = _side_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
+    side = _side_stream(device, urgent)
+    if behind:
+        side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         result, complete = function(), torch.cuda.Event()
         complete.record()
@@ -146,8 +153,8 @@ def run_beside(function: Callable[[], T], device: torch.device) -> tuple[T, torc
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _side_stream(device: torch.device, urgent: bool) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
 
 @contextmanager
@@ -163,7 +170,7 @@ def on_side_stream(*tensors: torch.Tensor) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    side = _side_stream(device)
+    side = _side_stream(device, urgent=False)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         yield

@@ -123,8 +123,7 @@ def _launch_windows(
 
 def empty_scratch(compressors: Sequence[CompressPart], groups: int, device: torch.device) -> Scratch:
     """A row of pooled channels and a counter for each window that programs share; counters are 0 between launches."""
-    width = max(part.dim for part in compressors)
-    rows = groups * len(compressors)
+    width, rows = max(part.dim for part in compressors), groups * len(compressors)
     arrived = counters_of(device) if rows <= COUNTERS else torch.zeros(rows, dtype=torch.int32, device=device)
     return Scratch(torch.empty(rows * width, dtype=torch.float32, device=device), arrived, width)
 

@@ -92,7 +92,9 @@ def fetch_experts(
     return (triton_ops if runs_triton(cache.row) else torch_ops).fetch_experts(cache, experts, stream, prefetched)
 
 
-def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+def prefetch_experts(
+    cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None, before: HostExperts | None = None
+) -> None:
     """Copies predicted experts that the device lacks from host memory, before the routing is known.
 
     `fetch_experts` with the routing must follow, with ``prefetched=True``: it ends copies of other experts. Nothing may
@@ -101,14 +103,20 @@ def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.S
     Args:
         cache: of the layer. ``row`` and ``owner`` are updated, ``ahead`` is written.
         predicted: contiguous ids ``[T, k]`` in order of falling score, -1 for experts of other ranks. As many as
-            ``ahead`` has room for are copied: first every token's first expert, then every token's second one. They
-            evict experts as `fetch_experts` does, but no predicted ones, and use no rows from ``staged`` on.
+            ``ahead`` has room for behind its first entry are copied: first every token's first expert, then every
+            token's second one. They evict experts as `fetch_experts` does, but no predicted ones, and use no rows from
+            ``staged`` on.
         stream: runs the copies. None: they run on the current stream. CUDA only.
+        before: of the layer before, for an early call, which follows the `prefetch_experts` of that layer. If that call
+            copies none, one expert is copied here, the first entry of ``ahead``. The copy pauses when `fetch_experts`
+            of the layer before finds experts to copy, so its ``stream`` must be another one, behind all copies so far.
+            A second call must follow, without ``before``, whose ``stream`` is behind this one: the expert of the early
+            call loses its row if it is not predicted again; else the rest of it is copied before others.
 
     Raises:
         ValueError: ids that are not integers, more than 8192 of them, or tensors of the cache that do not fit.
     """
-    (triton_ops if runs_triton(cache.row) else torch_ops).prefetch_experts(cache, predicted, stream)
+    (triton_ops if runs_triton(cache.row) else torch_ops).prefetch_experts(cache, predicted, stream, before)
 
 
 def count_expert_uses(cache: HostExperts, experts: Tensor) -> None:

@@ -4,8 +4,16 @@ Only the device knows the number of copies: the copying programs read it and div
 They read pinned host memory by its address, over the bus, and write rows of stacks in the GPU's memory.
 
     main stream:  ... router n -- choose_rows n -- products n, attention n + 1, router n + 1 -- choose_rows n + 1 ...
-    side stream:                      +-- predicted n + 1 -- choose_ahead n + 1                     | drops
-    copies:                           +-- fetched n ------------ +-- ahead n + 1 ..................-+- fetched n + 1
+    side stream:  predicted n + 1 -- choose_ahead n + 1                                    | drops
+    copies:                           +-- fetched n ----- +-- ahead n + 1 ................-+- fetched n + 1
+
+If nothing is copied ahead for layer n + 1, the bus would rest until its routing. Then one expert of layer n + 2 is
+copied early, on another stream. If the routing of n + 1 lists experts to copy, the early copy pauses; what it has not
+copied comes first in the copies ahead for n + 2.
+
+    side stream:  choose_ahead n + 1 -- predicted n + 2 -- choose_ahead n + 2 (early) ...... choose_ahead n + 2
+    copies:       +-- ahead n + 1 (none) .................................... fetched n + 1 -- ahead n + 2
+    early copies:                                          +-- early n + 2 ...| pauses
 """
 
 from __future__ import annotations
@@ -16,16 +24,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.moe.types import COPY_BYTES
+from deepseek_attn.kernels.moe.types import COPY_BYTES, COPY_PROGRAMS
 from deepseek_attn.kernels.moe.uses import DECAY, MAX_TOKENS, USE
 
 _DECAY, _USE, _MAX_TOKENS = tl.constexpr(DECAY), tl.constexpr(USE), tl.constexpr(MAX_TOKENS)
-_COPY_BYTES = tl.constexpr(COPY_BYTES)
+_COPY_BYTES, _PROGRAMS = tl.constexpr(COPY_BYTES), tl.constexpr(COPY_PROGRAMS)
 _KEPT = tl.constexpr((2**31 - 1) << 32)  # key of rows that this call needs: behind all others
 
 
 class CacheState(NamedTuple):
-    """Tensors of `HostExperts` that `choose_rows_kernel` and `choose_ahead_kernel` read and write."""
+    """Tensors of `HostExperts` that `choose_rows_kernel` and `choose_ahead_kernel` read and write.
+
+    ``before``: of an early call, the experts copied ahead for the layer before, else None.
+    """
 
     row: Any
     owner: Any
@@ -34,7 +45,9 @@ class CacheState(NamedTuple):
     moves: Any
     num_moves: Any
     ahead: Any
+    resume: Any
     totals: Any
+    before: Any
 
 
 @triton.jit(do_not_specialize=["pairs", "num_rows", "first", "staged"])
@@ -141,7 +154,10 @@ def choose_ahead_kernel(
 
     Args:
         experts_ptr: ``[pairs / TOPK, TOPK]``, -1 for experts of other ranks; PAIRS: a power of two, at least ``pairs``.
-        COPIES: experts at most. Other arguments: see `choose_rows_kernel`.
+        cache: `CacheState`. With ``before``, this is an early call: one expert is chosen if ``before`` has none. Else
+            the expert of an early call stays if it is predicted again; if not, its row is free, and copying programs
+            that still run leave out the rest of it.
+        COPIES: entries of ``cache.ahead``. Other arguments: see `choose_rows_kernel`.
     """
     pair = tl.arange(0, PAIRS)
     slot = tl.arange(0, triton.next_power_of_2(E))
@@ -150,6 +166,18 @@ def choose_ahead_kernel(
         gdc_wait()  # until the router has written the experts
         gdc_launch_dependents()
     chosen = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    if cache.before is None:
+        early, number = tl.load(cache.ahead), tl.load(cache.num_moves)  # -1 behind an early call
+        is_predicted = tl.sum((chosen == early).to(tl.int32), 0)
+        is_wrong = (number < 0) & (early >= 0) & (is_predicted == 0)
+        program = tl.arange(0, _PROGRAMS)
+        tl.debug_barrier()  # until every warp has loaded the entry
+        tl.store(cache.ahead, tl.where((number < 0) & (is_predicted > 0), early, -1))
+        tl.store(cache.resume + program, program, mask=program < tl.where(number < 0, 0, _PROGRAMS))
+        tl.store(cache.row + early, -1, mask=is_wrong)
+        tl.store(cache.owner + tl.load(cache.ahead + COPIES) - first, -1, mask=is_wrong)
+        tl.store(cache.totals + 3, tl.load(cache.totals + 3) + is_wrong.to(tl.int64))
+        tl.debug_barrier()  # until the row is free: all warps load rows and owners below
     tokens = tl.histogram(tl.where(chosen < 0, E, chosen), triton.next_power_of_2(E + 1))
     row = tl.load(cache.row + chosen, mask=chosen >= 0, other=0)
     # every token's first expert, then every token's second one
@@ -162,20 +190,29 @@ def choose_ahead_kernel(
     # the order of `choose_rows_kernel`
     key = ((uses + 1).to(tl.int64) << 32) | (tl.where(has_owner, owner, slot).to(tl.int64) << 16)
     key = tl.where(inside & ~is_kept, key, _KEPT) | slot.to(tl.int64)
+    num_before = 0
+    if cache.before is not None:
+        for i in tl.static_range(COPIES):
+            num_before += (tl.load(cache.before + i) >= 0).to(tl.int32)
     tl.debug_barrier()  # until every warp has loaded rows and owners
+    # early copies for the next layer go on while it is 0
+    tl.store(cache.num_moves, 0 if cache.before is None else -1)
     for i in tl.static_range(COPIES):
-        next_turn, victim = tl.min(turn, 0), tl.min(key, 0)
-        guess = tl.min(tl.where(turn == next_turn, chosen, E), 0)
-        target = (victim & 0xFFFF).to(tl.int32)
-        old = tl.sum(tl.where(slot == target, owner, 0), 0)
-        found = (next_turn < 1 << 30) & (victim < _KEPT)
-        tl.store(cache.row + old, -1, mask=found & (old >= 0))
-        tl.store(cache.row + guess, first + target, mask=found)
-        tl.store(cache.owner + target, guess, mask=found)
-        tl.store(cache.ahead + i, tl.where(found, guess, -1))
-        tl.store(cache.ahead + COPIES + i, first + target)
-        turn = tl.where(chosen == guess, 1 << 30, turn)
-        key = tl.where(slot == target, _KEPT, key)
+        if (i == 0) == (cache.before is not None):  # the first entry is that of early calls
+            next_turn, victim = tl.min(turn, 0), tl.min(key, 0)
+            guess = tl.min(tl.where(turn == next_turn, chosen, E), 0)
+            target = (victim & 0xFFFF).to(tl.int32)
+            old = tl.sum(tl.where(slot == target, owner, 0), 0)
+            found = (next_turn < 1 << 30) & (victim < _KEPT) & (num_before == 0)
+            tl.store(cache.row + old, -1, mask=found & (old >= 0))
+            tl.store(cache.row + guess, first + target, mask=found)
+            tl.store(cache.owner + target, guess, mask=found)
+            tl.store(cache.ahead + i, tl.where(found, guess, -1))
+            tl.store(cache.ahead + COPIES + i, first + target)
+            turn = tl.where(chosen == guess, 1 << 30, turn)
+            key = tl.where(slot == target, _KEPT, key)
+        elif cache.before is not None:
+            tl.store(cache.ahead + i, -1)
 
 
 @triton.jit
@@ -227,6 +264,7 @@ def copy_experts_kernel(
     parts_ptr,
     moves_ptr,
     num_moves_ptr,
+    resume_ptr,
     units,
     MOVES: tl.constexpr,
     PARTS: tl.constexpr,
@@ -238,7 +276,10 @@ def copy_experts_kernel(
 
     Args:
         parts_ptr: int64 ``[PARTS, 4]`` of `CopiedParts`; units: jobs of an expert.
-        moves_ptr: int32 ``[2, MOVES]``, experts and rows; num_moves_ptr: their number.
+        moves_ptr: int32 ``[2, MOVES]``, experts and rows.
+        num_moves_ptr: their number. With DROPS: None; or, for early copies, that of the layer before: only the first
+            expert is copied, as long as the number is 0.
+        resume_ptr: int32 ``[programs]``, the first job of each program with DROPS; early copies begin, and write it.
         ALIGNED: words of 16 bytes are copied, else bytes.
         DROPS: there are MOVES experts, -1 for none; one that becomes -1 while the kernel runs is copied no further.
     """
@@ -248,13 +289,23 @@ def copy_experts_kernel(
         gdc_wait()  # until the experts are listed
         gdc_launch_dependents()
     if DROPS:
-        job = tl.program_id(0)
-        while job < MOVES * units:
+        program = tl.program_id(0)
+        job = program
+        end = MOVES * units
+        if num_moves_ptr is not None:
+            end = units
+        else:
+            job = tl.load(resume_ptr + program)
+        while job < end:
             move = job // units
             wanted = _copy_job(parts_ptr, starts, moves_ptr, move, job - move * units, MOVES, ALIGNED, DROPS)
             # the program's next job, of the next expert if this one was dropped
-            end = tl.where(wanted, job + 1, (move + 1) * units)
-            job += tl.cdiv(end - job, tl.num_programs(0)) * tl.num_programs(0)
+            following = tl.where(wanted, job + 1, (move + 1) * units)
+            job += tl.cdiv(following - job, tl.num_programs(0)) * tl.num_programs(0)
+            if num_moves_ptr is not None:
+                end = tl.where(wanted & (tl.atomic_add(num_moves_ptr, 0, sem="relaxed") == 0), end, 0)
+        if num_moves_ptr is not None:
+            tl.store(resume_ptr + program, job)
     else:
         for job in tl.range(tl.program_id(0), tl.load(num_moves_ptr) * units, tl.num_programs(0)):
             move = job // units

@@ -39,7 +39,7 @@ from deepseek_attn.kernels.moe.experts_triton import (
 from deepseek_attn.kernels.moe.launch_hopper import launch_hopper
 from deepseek_attn.kernels.moe.plan import CACHE_ROWS, COPIES, PASS_TOKENS, SELECTS, SWIGLUS, plan_experts
 from deepseek_attn.kernels.moe.problem import ExpertsPlan, ExpertsProblem
-from deepseek_attn.kernels.moe.reference import MAX_CACHED, check_cache, check_experts, check_route
+from deepseek_attn.kernels.moe.reference import check_cache, check_experts, check_predicted, check_route
 from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, moe_select_kernel
 from deepseek_attn.kernels.moe.types import (
     CopiedParts,
@@ -138,10 +138,8 @@ def launch_grouped(plan: ExpertsPlan, call: ExpertsCall) -> Tensor:
 
 def group_pairs(routing: PairRouting, count: int, tile: int, choice: Choice) -> PairRouting:
     """``routing`` with its pairs grouped by expert, of ``count`` experts; allocates tiles for any routing."""
-    experts = routing.experts
-    pairs, device = experts.numel(), experts.device
-    full = min(pairs, count)
-    tiles = full + (pairs - full) // tile
+    experts, pairs, device = routing.experts, routing.experts.numel(), routing.experts.device
+    tiles = min(pairs, count) + max(0, pairs - count) // tile
     counts, sorted_pairs, tile_row = (
         torch.empty(length, dtype=torch.int32, device=device) for length in (count, tiles * tile, tiles)
     )
@@ -219,7 +217,7 @@ def fetch_experts(
     ready = (None, None) if stream is None else (torch.cuda.Event(), torch.cuda.Event())
     with _behind_current(stream):
         for parts, event in zip((cache.gates, cache.outputs), ready, strict=True):
-            _copy_parts(cache, parts)
+            _copy_parts(cache, parts, cache.num_moves)
             if event is not None:
                 event.record()
     return ExpertSlots(cache.found, *ready)
@@ -232,15 +230,15 @@ def _behind_current(stream: torch.cuda.Stream | None) -> AbstractContextManager[
     return torch.cuda.stream(stream)
 
 
-def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+def prefetch_experts(
+    cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None, before: HostExperts | None = None
+) -> None:
     """See `kernels.moe.prefetch_experts`."""
-    check_cache(cache, predicted)
-    if predicted.numel() > MAX_CACHED:
-        raise ValueError(f"{predicted.numel()} predicted experts: supported are up to {MAX_CACHED}")
+    check_predicted(cache, predicted, before)
     E, plan = len(cache.row), CACHE_ROWS.plan(RowsProblem(1, len(cache.row)), gpu(cache.row.device))
     choose_ahead_kernel[(1,)](
         predicted,
-        _state(cache),
+        _state(cache, before),
         predicted.numel(),
         len(cache.owner),
         cache.first,
@@ -251,17 +249,18 @@ def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.S
         **plan.options,
     )
     with _behind_current(stream):
-        _copy_parts(cache, cache.whole, True)
+        _copy_parts(cache, cache.whole, before and before.num_moves, True)
 
 
-def _copy_parts(cache: HostExperts, parts: CopiedParts, ahead: bool = False) -> None:
-    """Launches the copies of these parts of the experts in ``moves``, or in ``ahead``."""
+def _copy_parts(cache: HostExperts, parts: CopiedParts, number: Tensor | None, ahead: bool = False) -> None:
+    """Launches the copies of these parts of the experts in ``moves``, or in ``ahead``; see `copy_experts_kernel`."""
     plan = COPIES.plan(RowsProblem(1, len(cache.row)), gpu(cache.row.device))
     moves = cache.ahead if ahead else cache.moves
-    copy_experts_kernel[(plan.config.size,)](
+    copy_experts_kernel[(min(plan.config.size, len(cache.resume)),)](
         parts.table,
         moves,
-        cache.num_moves,
+        number,
+        cache.resume,
         parts.units,
         MOVES=moves.shape[1],
         PARTS=len(parts.table),
@@ -295,5 +294,5 @@ def _choose_rows(cache: HostExperts, experts: Tensor, ahead: int | None) -> None
     )
 
 
-def _state(cache: HostExperts) -> CacheState:
-    return CacheState(*(getattr(cache, name) for name in CacheState._fields))
+def _state(cache: HostExperts, before: HostExperts | None = None) -> CacheState:
+    return CacheState(*(getattr(cache, name) for name in CacheState._fields[:-1]), before=before and before.ahead)

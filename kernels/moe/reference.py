@@ -15,6 +15,7 @@ from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear.formats import dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.types import (
+    COPY_PROGRAMS,
     ExpertGroups,
     ExpertRange,
     ExpertsCall,
@@ -203,19 +204,28 @@ def fetch_experts(
     return ExpertSlots(cache.found)
 
 
-def prefetch_experts(cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+def prefetch_experts(
+    cache: HostExperts, predicted: Tensor, stream: torch.cuda.Stream | None = None, before: HostExperts | None = None
+) -> None:
     """See `deepseek_attn.kernels.moe.prefetch_experts`."""
-    check_cache(cache, predicted)
-    rows = cache.row.tolist()
+    check_predicted(cache, predicted, before)
     by_rank = [expert for expert in predicted.t().flatten().tolist() if expert >= 0]
+    if before is None and int(cache.num_moves) < 0:
+        cache.totals[3] += _drop_wrong_guesses(cache, set(by_rank))[1]
+    else:
+        cache.ahead.fill_(-1)
+    entries = range(1, cache.ahead.shape[1])
+    if before is not None:
+        entries = range(int((before.ahead[0] < 0).all()))
+    rows = cache.row.tolist()
     missing = [expert for expert in dict.fromkeys(by_rank) if rows[expert] < 0]
     # as many as there are guesses, free slots and entries of `ahead`
-    pairs = list(zip(missing, _free_slots(cache, set(by_rank)), range(cache.ahead.shape[1]), strict=False))
-    cache.ahead.fill_(-1)
+    pairs = list(zip(missing, _free_slots(cache, set(by_rank)), entries, strict=False))
     for expert, slot, i in pairs:
         _take_slot(cache, slot, expert)
         cache.ahead[0, i], cache.ahead[1, i] = expert, cache.first + slot
     _copy_experts(cache, [expert for expert, *_ in pairs], [cache.first + slot for _, slot, _ in pairs])
+    cache.num_moves.fill_(0 if before is None else -1)
 
 
 def _drop_wrong_guesses(cache: HostExperts, needed: set[int]) -> tuple[int, int]:
@@ -315,8 +325,17 @@ def check_cache(cache: HostExperts, experts: Tensor) -> None:
     check("experts to copy", cache.moves, (2, E), torch.int32, contiguous=True)
     check("the number of experts to copy", cache.num_moves, (1,), torch.int32)
     check("experts to copy ahead", cache.ahead, (2, "copies"), torch.int32, contiguous=True)
+    check("first jobs of copying programs", cache.resume, (COPY_PROGRAMS,), torch.int32, contiguous=True)
     check("numbers of needed and copied experts", cache.totals, (4,), torch.int64, contiguous=True)
     check("experts", experts, ("T", "k"), INTS, contiguous=True)
+
+
+def check_predicted(cache: HostExperts, predicted: Tensor, before: HostExperts | None) -> None:
+    """Raises ValueError: arguments of `prefetch_experts` that do not fit."""
+    check_cache(cache, predicted)
+    check("entries of the layer before", before and before.ahead, cache.ahead.shape, torch.int32, contiguous=True)
+    if predicted.numel() > MAX_CACHED:
+        raise ValueError(f"{predicted.numel()} predicted experts: supported are up to {MAX_CACHED}")
 
 
 def _check_stack(stack: ExpertStack, E: int, rows: int, x: Tensor, group: int) -> None:

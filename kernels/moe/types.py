@@ -115,9 +115,11 @@ class HostExperts(NamedTuple):
         first, staged: rows; at least E - S rows follow ``staged``.
         found: int32 ``[E]``, written by `fetch_experts`: the row of each expert that the products may read.
         moves: int32 ``[2, E]``, written by `fetch_experts`: the copied experts, and the row of each.
-        num_moves: int32 ``[1]``, written by `fetch_experts`: the number of copied experts.
+        num_moves: int32 ``[1]``, at first 0. `fetch_experts` writes the number of copied experts, `prefetch_experts` 0,
+            and an early call of it -1.
         ahead: int32 ``[2, A]``, written by `prefetch_experts`: the experts that it copies, -1 for none, and the row of
-            each. `fetch_experts` sets those that are not needed to -1.
+            each; the first is that of an early call. `fetch_experts` sets those that are not needed to -1.
+        resume: int32 ``[COPY_PROGRAMS]``, where each program that copies ahead begins.
         totals: int64 ``[4]``, over all calls: experts needed; experts that `fetch_experts` copied; experts that
             `prefetch_experts` copied and that were needed; experts that it copied and that were not.
         gates, outputs, whole: `copied_parts` of w1 and w3, of w2, and of all three.
@@ -134,6 +136,7 @@ class HostExperts(NamedTuple):
     moves: Tensor
     num_moves: Tensor
     ahead: Tensor
+    resume: Tensor
     totals: Tensor
     gates: CopiedParts
     outputs: CopiedParts
@@ -156,6 +159,8 @@ class CopiedParts(NamedTuple):
 
 COPY_BYTES = 16384
 """Bytes that a program copies at once: 8 loads of 16 bytes in flight for each of 128 threads."""
+COPY_PROGRAMS = 512
+"""Programs that copy, at most; a power of two."""
 
 
 def expert_parts(stacks: Sequence[ExpertStack]) -> list[Tensor]:
@@ -170,9 +175,8 @@ def copied_parts(host: Sequence[ExpertStack], device: Sequence[ExpertStack]) -> 
         ValueError: stacks of different formats, or not contiguous.
     """
     sources, targets = expert_parts(host), expert_parts(device)
-    where = targets[0].device
+    where, units = targets[0].device, 0
     rows: list[list[int]] = []
-    units = 0
     for source, target in zip(sources, targets, strict=True):
         if source.dtype != target.dtype or source.shape[1:] != target.shape[1:]:
             raise ValueError(

@@ -22,7 +22,7 @@ from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack
 from deepseek_attn.layers.expert_memory import ExpertMemory
 from deepseek_attn.models import host_experts
 from deepseek_attn.models.expert_rows import ExpertFormat, cached_experts
-from deepseek_attn.models.host_experts import AHEAD_COPIES, ExpertRows
+from deepseek_attn.models.host_experts import AHEAD_COPIES, ExpertRows, NextLayer
 from deepseek_attn.models.moe import Gate, MoE
 from deepseek_attn.runner import ModelRunner, host_experts as held_rows
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
@@ -137,10 +137,12 @@ def test_hash_layers_begin_with_the_step(monkeypatch):
 
 
 GUESSES = {
-    "right": lambda ids, E: ids,
-    "partly right": lambda ids, E: torch.where(torch.arange(ids.shape[1]) % 2 == 0, ids, (ids + 1) % E),
-    "one for all tokens": lambda ids, E: ids[:1].expand_as(ids).contiguous(),
-    "of other ranks": lambda ids, E: torch.full_like(ids, -1),
+    "right": lambda ids, E, again: ids,
+    "partly right": lambda ids, E, again: torch.where(torch.arange(ids.shape[1]) % 2 == 0, ids, (ids + 1) % E),
+    "right the second time": lambda ids, E, again: ids if again else (ids + 1) % E,
+    "wrong the second time": lambda ids, E, again: (ids + 1) % E if again else ids,
+    "one for all tokens": lambda ids, E, again: ids[:1].expand_as(ids).contiguous(),
+    "of other ranks": lambda ids, E, again: torch.full_like(ids, -1),
 }
 
 
@@ -148,6 +150,7 @@ GUESSES = {
 def recorded_routings(monkeypatch, guess=None):
     """Routings of each router, in the order of its calls. With ``guess``, predictions are made of those recorded."""
     calls: dict[int, list[torch.Tensor]] = {}
+    guessed = set()
     forward = Gate.forward
 
     def record(self, x, token_ids):
@@ -162,7 +165,10 @@ def recorded_routings(monkeypatch, guess=None):
             if guess is None:
                 return forward(self, x, x)[0]
             change, known = guess
-            return change(known[id(self)][len(calls.get(id(self), []))])  # it comes before the call that it is for
+            call = id(self), len(calls.get(id(self), []))  # it comes before the call that it is for
+            again = call in guessed
+            guessed.add(call)
+            return change(known[call[0]][call[1]], again)
 
         patch.setattr(Gate, "predict", predict)
         yield calls
@@ -182,7 +188,7 @@ def test_predictions_change_no_bits(monkeypatch, family):
         expected = compute()
     for name, guess in GUESSES.items():
         tables = []
-        change = lambda ids, guess=guess: guess(ids, E)  # noqa: E731
+        change = lambda ids, again, guess=guess: guess(ids, E, again)  # noqa: E731
         for _ in range(2 if name == "partly right" else 1):
             with held(runner, E // 2) as rows, recorded_routings(monkeypatch, (change, known)):
                 assert all(map(torch.equal, compute(), expected)), name
@@ -191,7 +197,7 @@ def test_predictions_change_no_bits(monkeypatch, family):
                 stats = rows.stats
         assert torch.equal(tables[0], tables[-1])
         assert (stats.ahead > 0) == (name != "of other ranks")
-        assert (stats.dropped > 0) == (name == "partly right"), name
+        assert (stats.dropped > 0) == (name == "partly right") or "second" in name, name
     runner.close()
 
 
@@ -223,9 +229,18 @@ def unchanged(block, hidden):
     return block.ffn_input(DelayedOutput(same, attention.pre)).x
 
 
+def ahead(blocks, number, distance):
+    """Whether the layer ``distance`` behind ``blocks[number]`` is predicted there: it and all between have routers."""
+    following = blocks[number + 1 : number + 1 + distance]
+    return len(following) == distance and not any(block.ffn.gate.hash for block in following)
+
+
 @pytest.mark.parametrize("family", tiered(MODELS, MODELS))
 def test_the_next_router_predicts(monkeypatch, family):
-    """From the state before a layer's experts, its own choice if the state stayed; not in layers with hash routing."""
+    """From the state before a layer's experts, its own choice if the state stayed; not in layers with hash routing.
+
+    So does the router after it, where the next one does.
+    """
     runner = ModelRunner.from_config(MODELS[family](), device="cpu", dtype="float32", numerics="exact", **OPTIONS)
     blocks = [block for block in runner.model.layers.values() if isinstance(block.ffn, MoE)]
     seen = []
@@ -239,7 +254,9 @@ def test_the_next_router_predicts(monkeypatch, family):
     with held(runner, 3):
         runner.score([[5]])
         scored = [block for block in blocks[1:] if not block.ffn.gate.hash]
-        assert [block for block, *_ in seen] == scored
+        numbers = [blocks.index(block) for block, *_ in seen]
+        assert numbers == [number + i for number in range(len(blocks)) for i in (1, 2) if ahead(blocks, number, i)]
+        assert {blocks[number] for number in numbers} == set(scored)
         for block, hidden, predicted in seen:
             assert torch.equal(predicted, block.ffn.gate(unchanged(block, hidden), torch.zeros(1))[0])
     runner.close()
@@ -285,6 +302,26 @@ def test_a_step_that_fails_behind_a_prediction():
         hook.remove()
         assert all(map(torch.equal, runner.score([[5, 9]], 1), expected))
     runner.close()
+
+
+@pytest.mark.parametrize("leave", ["find", "finish"])
+def test_an_early_prediction_that_no_other_follows(leave):
+    """A step fails, or leaves a layer out: no row holds an expert whose copy may have paused."""
+    stack = lambda: ExpertStack(torch.randn(6, 8, 8))  # noqa: E731
+    layers = [(stack(), stack(), stack()) for _ in range(3)]
+    rows = ExpertRows.of(layers, torch.device("cpu"), bytes_of(layers, 3))
+    first, second, third = rows.layers
+    first.next_layer = NextLayer(second, lambda hidden: torch.tensor([[0]]), 9)
+    second.next_layer = NextLayer(third, lambda hidden: torch.tensor([[5, 4]]), 9)
+    assert first.look_ahead(None, torch.tensor([[0]]))
+    assert (third.state.ahead[0].tolist(), int(third.state.row[4])) == ([5, -1, -1], -1)
+    assert int(third.state.row[5]) >= 0
+    if leave == "find":
+        third.find(torch.tensor([[0, 1]]))
+    rows.end()
+    assert (third.state.ahead[0].tolist(), int(third.state.row[5])) == ([-1, -1, -1], -1)
+    assert not any(layer._guessed for layer in rows.layers)
+    assert rows.stats.dropped == 1
 
 
 def test_what_fits():
@@ -343,7 +380,8 @@ def test_kernels_are_listed_ahead():
             assert ("copy_experts_kernel" in found) == (rows[0][0] == 1)
             # two with and without copies ahead
             assert found.count("choose_rows_kernel") == (2 if rows[0][0] == 1 else 1)
-            assert ("choose_ahead_kernel" in found) == (rows[0][0] == 1)
+            # of the next layer, and an early one of the one after it
+            assert found.count("choose_ahead_kernel") == (2 if rows[0][0] == 1 else 0)
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---

@@ -7,9 +7,17 @@ import os
 import pytest
 import torch
 
+from deepseek_attn.kernels.common.plans import ANY, LaunchBlock, Row, forced_row
 from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.moe import ExpertSlots, HostExperts, reference
-from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack, copied_parts, expert_parts
+from deepseek_attn.kernels.moe import ExpertSlots, HostExperts, plan, reference
+from deepseek_attn.kernels.moe.types import (
+    COPY_BYTES,
+    COPY_PROGRAMS,
+    ExpertsCall,
+    ExpertStack,
+    copied_parts,
+    expert_parts,
+)
 from tests.kernels.moe.moe_cases import FORMATS, make_case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -50,8 +58,9 @@ def make_cache(host: Stacks, num_rows, others=3, filled=True, device=None, copie
             target[others : others + num_rows].copy_(source[:num_rows])
     return HostExperts(
         host, stacks, row, owner, torch.zeros(E, **ints), others, others + num_rows,
-        torch.full((E,), -7, **ints), torch.full((2, E), -7, **ints), torch.full((1,), -7, **ints),
-        torch.full((2, copies), -7, **ints), torch.zeros(4, dtype=torch.int64, device=device),
+        torch.full((E,), -7, **ints), torch.full((2, E), -7, **ints), torch.zeros(1, **ints),
+        torch.full((2, 1 + copies), -7, **ints), torch.full((COPY_PROGRAMS,), -7, **ints),
+        torch.zeros(4, dtype=torch.int64, device=device),
         copied_parts(host[:2], stacks[:2]), copied_parts(host[2:], stacks[2:]), copied_parts(host, stacks),
     )  # fmt: skip
 
@@ -72,14 +81,21 @@ class Expected:
         ]
         return [i for _, i in sorted(places)]
 
-    def prefetch(self, ids, copies):
+    def prefetch(self, ids, copies, early=False, at_most=None):
+        """``at_most``: experts of an early call; ``early``: there was one, whose expert stays if it is predicted."""
         by_rank = [e for rank in zip(*ids, strict=True) for e in rank if e >= 0]
+        first = self.ahead[0] if early else -1
+        if first >= 0 and first not in by_rank:
+            self.totals[3] += 1
+            self.rows = [None if e == first else e for e in self.rows]
+            first = -1
         missing = [e for e in dict.fromkeys(by_rank) if e not in self.rows]
         places = self.choose(set(by_rank))
-        pairs = list(zip(missing[:copies], places, strict=False))
+        pairs = list(zip(missing[: copies if at_most is None else at_most], places, strict=False))
         for e, i in pairs:
             self.rows[i] = e
-        self.ahead = [e for e, _ in pairs] + [-1] * (copies - len(pairs))
+        found = [e for e, _ in pairs] if at_most is not None and pairs else [first, *(e for e, _ in pairs)]
+        self.ahead = found + [-1] * (1 + copies - len(found))
 
     def fetch(self, ids, prefetched=False):
         for e, count in enumerate(self.uses):
@@ -135,6 +151,14 @@ def predictions(E):
             yield predicted.contiguous(), ids
     yield torch.full((2, 2), -1, device="cpu"), ids
     yield ids[:0], ids
+
+
+def early_predictions(E):
+    """(early prediction, experts copied ahead for the layer before, prediction, ids) of a few calls."""
+    before = [[-1, -1, -1], [-1, 3, -1], [2, -1, -1], [-1, -1, -1]]
+    for number, (predicted, ids) in enumerate(predictions(E)):
+        early = (predicted, (predicted + 1) % E, predicted[:, :1].contiguous())[number % 3]
+        yield early, before[number // 3 % len(before)], predicted, ids
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -257,14 +281,91 @@ def test_kernels_follow_the_rules_of_copies_ahead(triton_device, E, num_rows, fi
         check_found(cache, expected, needed, rest)
 
 
+def check_early_calls(cache, expected, before, prefetch, fetch, copies):
+    """Early calls, calls that resume and routings, by rule; a copy of an early call is complete behind the second."""
+    where = cache.row.device
+    for number, (early, others, predicted, ids) in enumerate(early_predictions(len(cache.row))):
+        before.ahead[0] = torch.tensor(others)[: len(before.ahead[0])]
+        before.num_moves.fill_(number % 2)  # copies pause at once, or never
+        at_most = int(bool((before.ahead[0] < 0).all()))
+        expected.prefetch(early.tolist(), copies, at_most=at_most)
+        prefetch(cache, early.to(where), before=before)
+        assert cache.ahead[0].tolist() == expected.ahead
+        assert int(cache.num_moves) == -1
+        expected.prefetch(predicted.tolist(), copies, early=True)
+        prefetch(cache, predicted.to(where))
+        assert cache.ahead[0].tolist() == expected.ahead
+        needed, rest = expected.fetch(ids.flatten().tolist(), True)
+        fetch(cache, ids.to(where), prefetched=True)
+        check_found(cache, expected, needed, rest)
+
+
+EARLY = [(9, 4, True, 2), (8, 5, False, 1), (9, 1, True, 2)]  # experts, rows, whether they are filled, copies
+
+
+@pytest.mark.parametrize(("E", "num_rows", "filled", "copies"), EARLY)
+def test_the_rules_of_early_copies(E, num_rows, filled, copies):
+    """One expert at most, if nothing is copied for the layer before; it stays if it is predicted again."""
+    case = make_case(1, 64, 32, E, 2, "fp4", device="cpu")
+    cache, before = (
+        make_cache((case.w1, case.w3, case.w2), num_rows, filled=filled, device="cpu", copies=copies) for _ in range(2)
+    )
+    expected = Expected(E, num_rows, cache.first, filled)
+    check_early_calls(cache, expected, before, reference.prefetch_experts, reference.fetch_experts, copies)
+    assert min(expected.totals[2:]) > 0
+
+
+@pytest.mark.parametrize(("E", "num_rows", "filled", "copies"), [*EARLY, (300, 100, True, 2)])
+def test_kernels_follow_the_rules_of_early_copies(triton_device, E, num_rows, filled, copies):
+    """Whether the copies pause at once or never; with fewer programs than jobs of an expert."""
+    where = triton_device.type
+    case = make_case(1, 64, 32, E, 2, "fp4", device="cpu")
+    cache, before = (
+        make_cache((case.w1, case.w3, case.w2), num_rows, filled=filled, device=where, copies=copies) for _ in range(2)
+    )
+    expected = Expected(E, num_rows, cache.first, filled)
+    with forced_row(plan.COPIES, Row(ANY, "copy_experts_kernel", LaunchBlock(3))):
+        check_early_calls(cache, expected, before, moe.prefetch_experts, moe.fetch_experts, copies)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_copies_that_pause_go_on(triton_device, kept):
+    """Each program stops after its first job if the routing of the layer before is known, and copies the rest later."""
+    where = triton_device.type
+    case = make_case(1, 512, 256, 6, 2, "fp4", device="cpu")
+    cache, before = (make_cache((case.w1, case.w3, case.w2), 3, filled=False, device=where) for _ in range(2))
+    before.ahead.fill_(-1)
+    before.num_moves.fill_(1)
+    ids = torch.tensor([[4, 5], [5, 4]])
+    with forced_row(plan.COPIES, Row(ANY, "copy_experts_kernel", LaunchBlock(3))):
+        moe.prefetch_experts(cache, ids[:1].to(where), before=before)
+        row, parts = int(cache.row[4]), list(zip(expert_parts(cache.host), expert_parts(cache.device), strict=True))
+        assert cache.resume[:4].tolist() == [3, 4, 5, -7]  # of 3 programs
+        done = 3 * COPY_BYTES
+        w1, copied = (tensor.view(torch.uint8).flatten() for tensor in (parts[0][0][4], parts[0][1][row]))
+        assert torch.equal(copied[:done].cpu(), w1[:done].cpu())
+        assert (copied[done:] == 255).all()
+        old = w1[:done].clone()
+        w1.add_(1)  # jobs that are done are not copied again
+        moe.prefetch_experts(cache, (ids if kept else ids[:1, 1:]).to(where))
+        assert cache.ahead[0].tolist() == ([4, 5, -1] if kept else [-1, 5, -1])
+    assert torch.equal(copied[:done].cpu(), old.cpu()) == kept
+    w1[:done] = old
+    for e in (4, 5) if kept else (5,):
+        for part, rows in parts:
+            assert torch.equal(rows[int(cache.row[e])].view(torch.uint8).cpu(), part[e].view(torch.uint8).cpu())
+    assert kept or (int(cache.row[4]), int(cache.totals[3])) == (-1, 1)
+
+
 def test_dropped_experts_are_copied_no_further(triton_device):
     """The copying programs leave out entries of -1; they copy all parts of the others."""
     where = triton_device.type
     case = make_case(1, 512, 256, 5, 2, "fp4", device="cpu")
     cache = make_cache((case.w1, case.w3, case.w2), 3, device=where)
-    cache.ahead.copy_(torch.tensor([[-1, 4], [cache.first + 1, cache.first + 2]]))
+    cache.ahead.copy_(torch.tensor([[-1, 4, -1], [cache.first + 1, cache.first + 2, 0]]))
+    cache.resume.copy_(torch.arange(COPY_PROGRAMS))
     before = [part.clone() for part in expert_parts(cache.device)]
-    moe._copy_parts(cache, cache.whole, True)
+    moe._copy_parts(cache, cache.whole, None, True)
     for source, target, old in zip(expert_parts(cache.host), expert_parts(cache.device), before, strict=True):
         old[cache.first + 2] = source[4]
         assert torch.equal(target.view(torch.uint8), old.view(torch.uint8))
@@ -302,43 +403,64 @@ def test_the_same_bits_as_all_experts_resident(gpu, fmt, hidden, inner, beside):
             assert torch.equal(out, moe.moe_experts(ExpertsCall(*other[:3], *case[3:], **options)))
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("E", "num_rows", "T"), [(37, 13, 3), (256, 108, 16)])
-def test_the_same_bits_with_copies_ahead(gpu, E, num_rows, T, share):
-    """In a graph that copies beside other products: whichever part of the prediction is right, and in repetition."""
+def test_the_same_bits_with_copies_ahead(gpu, E, num_rows, T, share, early):
+    """In a graph that copies beside other products: whichever part of the prediction is right, and in repetition.
+
+    With ``early``, copies that pause for the routing of the layer before.
+    """
     k = 6
-    stream, side = torch.cuda.Stream(), torch.cuda.Stream()
+    stream, early_stream, side = (torch.cuda.Stream() for _ in range(3))
     case = make_case(T, 1024, 512, E, k, "fp4")
-    cache = make_cache((case.w1, case.w3, case.w2), num_rows, device="cuda")
+    cache, before = (make_cache((case.w1, case.w3, case.w2), num_rows, device="cuda") for _ in range(2))
     options = {"limit": 4.0, "input_format": InputFormat(True)}
     x, experts, weights = inputs = [t.clone() for t in case[:3]]
-    predicted = experts.clone()
+    predicted, guessed, of_before = experts.clone(), experts.clone(), experts.clone()
 
-    def compute():
+    def beside(call):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            moe.prefetch_experts(cache, predicted, stream)
-        before = moe.moe_experts(ExpertsCall(*case, **options))  # the computation of another layer
+            call()
+
+    def fetched(held, ids):
         torch.cuda.current_stream().wait_stream(side)
-        slots = moe.fetch_experts(cache, experts, stream, prefetched=True)
-        return before, moe.moe_experts(ExpertsCall(x, experts, weights, *cache.device, **options, slots=slots))
+        slots = moe.fetch_experts(held, ids, stream, prefetched=True)
+        return moe.moe_experts(ExpertsCall(x, ids, weights, *held.device, **options, slots=slots))
+
+    def compute():
+        last = None
+        if early:
+            beside(lambda: moe.prefetch_experts(before, before.row.argmax().view(1, 1), stream))  # one that is there
+            early_stream.wait_stream(stream)
+            beside(lambda: moe.prefetch_experts(cache, guessed, early_stream, before))
+            moe.moe_experts(ExpertsCall(*case, **options))
+            last = fetched(before, of_before)
+            stream.wait_stream(early_stream)
+        beside(lambda: moe.prefetch_experts(cache, predicted, stream))
+        moe.moe_experts(ExpertsCall(*case, **options))  # the computation of another layer
+        return last, fetched(cache, experts)
 
     compute()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _, out = compute()
-    for _ in range(20):
+        outputs = compute()
+    for number in range(20):
         other = make_case(T, 1024, 512, E, k, "fp4")
         other.experts[0, 0] = -1
         for mine, new in zip(inputs, other[:3], strict=True):
             mine.copy_(new)
-        is_right = torch.rand(experts.shape, device="cuda") < share
-        predicted.copy_(torch.where(is_right, experts, torch.randint(E, experts.shape, device="cuda")))
-        expected = moe.moe_experts(ExpertsCall(*other[:3], *case[3:], **options))
+        for ids in (guessed, predicted):
+            is_right = torch.rand(experts.shape, device="cuda") < share
+            ids.copy_(torch.where(is_right, experts, torch.randint(E, experts.shape, device="cuda")))
+        if number % 2 == 0:
+            of_before.copy_(torch.randint(E, experts.shape, device="cuda"))
+        expected = [moe.moe_experts(ExpertsCall(x, ids, weights, *case[3:], **options)) for ids in (of_before, experts)]
         graph.replay()
-        assert torch.equal(out, expected)
-        assert torch.equal(compute()[1], expected)
+        assert all(torch.equal(out, right) for out, right in zip(outputs, expected, strict=True) if out is not None)
+        assert torch.equal(compute()[1], expected[1])
     assert cache.totals[2] > 0 or share == 0
     assert cache.totals[3] > 0 or share == 1
 
@@ -353,13 +475,15 @@ def test_fetching_compiles(arch):
         moe.fetch_experts(cache, case.experts)
         moe.count_expert_uses(cache, case.experts)
         moe.prefetch_experts(cache, case.experts)
+        moe.prefetch_experts(cache, case.experts, before=cache)
+        moe.prefetch_experts(cache, case.experts)
         moe.fetch_experts(cache, case.experts, prefetched=True)
 
     found = compiled_ops(arch, call)
     assert {name: len(kernels) for name, kernels in found.items()} == {
         "choose_rows_kernel": 3,
-        "copy_experts_kernel": 5,
-        "choose_ahead_kernel": 1,
+        "copy_experts_kernel": 7,
+        "choose_ahead_kernel": 3,
     }
     for kernel in found["copy_experts_kernel"]:
         ptx = kernel.asm["ptx"]
