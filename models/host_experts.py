@@ -39,15 +39,15 @@ STREAM_LOAD = 2
 routings 0.86 of the experts are needed then."""
 
 AHEAD_COPIES = 2
-"""Experts of a layer that are copied before its routing is known. There is time for them from the copies of one layer
-to the routing of the next, 130 (one token) to 390 us (16 tokens) of V4-Flash on an H200; the bus takes 270 us for an
-expert. More would not be begun in this time."""
+"""Experts of the next layer that are copied before its routing is known, beside one that was copied two layers ahead.
+There is time for them from the copies of one layer to the routing of the next, 130 (one token) to 390 us (16 tokens) of
+V4-Flash on an H200; the bus takes 270 us for an expert. More would not be begun in this time."""
 AHEAD_LOAD = 0.375
 """Pairs of a token and an expert, per expert of the layer on all ranks, up to which experts are copied ahead.
 
 These are 16 tokens of V4-Flash, the largest steps that were measured. On an H100, where half, 0.8 or all of the
-predictions were right, steps of one token took 0.97, 0.94 or 0.91 of the time without (uniform routings) and 0.93, 0.88
-or 0.83 (Zipf's law), steps of 16 tokens 0.98 to 0.93. The gain is at most the computation of a step: steps with more
+predictions were right, steps of one token took 0.97, 0.93 or 0.93 of the time without (uniform routings) and 0.93, 0.87
+or 0.79 (Zipf's law), steps of 16 tokens 0.99 to 0.97. The gain is at most the computation of a step: steps with more
 pairs copy for so long that little is left to gain.
 """
 

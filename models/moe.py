@@ -320,13 +320,13 @@ class MoE(CheckpointModule):
 
         hidden: the block's state before its experts, from which the next block predicts its own; see `expect_experts`.
         """
-        everyone = self.parallel.gather_tokens(x)
-        token_ids = self.parallel.gather_tokens(token_ids) if self.gate.hash else token_ids
         rows = self.experts.rows
         if not isinstance(rows, LayerExperts):
             shared = self._shared(x)
+            everyone, token_ids = self._gather(x, token_ids)
             routed = self.experts(everyone, *self.gate(everyone, token_ids), *shared)
             return self.parallel.sum_experts(routed, len(x))
+        everyone, token_ids = self._gather(x, token_ids)
         hidden = hidden if len(x) else None  # a rank without tokens of its own has nothing to predict from
         if hidden is not None:
             rows.predict(hidden, len(everyone) * self.gate.topk)
@@ -337,6 +337,11 @@ class MoE(CheckpointModule):
             slots = slots._replace(beside_copies=True)
         routed = self.experts(everyone, experts, weights, *shared, slots)
         return self.parallel.sum_experts(routed, len(x))
+
+    def _gather(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of all ranks, and their ids if routing reads them."""
+        everyone = self.parallel.gather_tokens(x)
+        return everyone, self.parallel.gather_tokens(token_ids) if self.gate.hash else token_ids
 
     def mixture(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """This rank's routed experts and its part of the shared one: ``experts`` and ``weights [T, k]`` of a gate."""

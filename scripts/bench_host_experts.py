@@ -330,7 +330,7 @@ class Bench:
     def steps(self, rows: ExpertRows, layers: int, modes: Sequence[Mode], draw: Draw) -> list[dict[str, Any]]:
         """Means of steps: seconds, experts copied, share of needed experts already on the GPU.
 
-        The modes take ``--in-a-row`` steps in turn, so that a bus that other programs use as well is the same for all.
+        The modes and cudaMemcpy take turns, ``--in-a-row`` steps at a time: a bus that others use is the same for all.
         """
         totals, in_a_row = [layer.state.totals for layer in rows.layers[:layers]], self.args.in_a_row
 
@@ -352,14 +352,15 @@ class Bench:
             number += in_a_row
         times: list[list[float]] = [[] for _ in modes]
         counts = torch.zeros(len(modes), 4, dtype=torch.int64, device=self.device)
-        rates = [self.memcpy_rate(again=True)]
+        rates: list[float] = []
         deadline = time.perf_counter() + seconds
         while (done := len(times[0]) * in_a_row) < 5 or (done < STEPS and time.perf_counter() < deadline):
             for i, mode in enumerate(modes):
                 before = torch.stack(totals).sum(0)
                 times[i].append(step(mode))
                 counts[i] += torch.stack(totals).sum(0) - before
-        self.rate = statistics.mean([*rates, self.memcpy_rate(again=True)])
+            rates.append(self.memcpy_rate(again=True))
+        self.rate = statistics.mean(rates)
         results: list[dict[str, Any]] = []
         for mode, taken, count in zip(modes, times, (counts / (len(times[0]) * in_a_row)).tolist(), strict=True):
             needed, fetched, ahead, dropped = count
@@ -486,7 +487,8 @@ class Bench:
         self.memcpy_rate()
         self.free()
         config, T = self.config, self.args.prompt
-        options = {"max_model_len": 2 * T, "max_num_seqs": max(self.args.batches), "max_num_batched_tokens": T}
+        sequences = max(self.args.batches) + (self.args.soak > 0)  # a soak scores a text beside its steps
+        options = {"max_model_len": 2 * T, "max_num_seqs": sequences, "max_num_batched_tokens": T}
         memory = {} if self.device.type != "cuda" else {
             "expert_memory": "host", "expert_cache_bytes": self.args.cache_bytes, "compile_ahead": True
         }  # fmt: skip
