@@ -167,7 +167,7 @@ def choose_ahead_kernel(
         gdc_launch_dependents()
     chosen = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
     if cache.before is None:
-        early, number = tl.load(cache.ahead), tl.load(cache.num_moves)  # -1 behind an early call
+        early, number = tl.load(cache.ahead), tl.load(cache.num_moves)  # the number is -1 behind an early call
         is_predicted = tl.sum((chosen == early).to(tl.int32), 0)
         is_wrong = (number < 0) & (early >= 0) & (is_predicted == 0)
         program = tl.arange(0, _PROGRAMS)
