@@ -487,7 +487,8 @@ class Bench:
         self.memcpy_rate()
         self.free()
         config, T = self.config, self.args.prompt
-        sequences = max(self.args.batches) + (self.args.soak > 0)  # a soak scores a text beside its steps
+        soaking = [self.args.soak_batch + 1] if self.args.soak else []  # it scores a text beside its steps
+        sequences = max([*self.args.batches, *soaking])
         options = {"max_model_len": 2 * T, "max_num_seqs": sequences, "max_num_batched_tokens": T}
         memory = {} if self.device.type != "cuda" else {
             "expert_memory": "host", "expert_cache_bytes": self.args.cache_bytes, "compile_ahead": True
