@@ -54,7 +54,8 @@ from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack, expert_par
 from deepseek_attn.lab.bench.layer import reserved_sequences
 from deepseek_attn.layers.weights import parameter
 from deepseek_attn.models.expert_rows import Stacks
-from deepseek_attn.models.host_experts import AHEAD_LOAD, ExpertRows, LayerExperts
+from deepseek_attn.models.host_experts import AHEAD_LOAD, LayerExperts
+from deepseek_attn.models.host_rows import ExpertRows
 from deepseek_attn.models.moe import Experts, Gate, MoE
 from deepseek_attn.runner import ModelRunner, build
 from deepseek_attn.runner.graphs import DecodeGraphs

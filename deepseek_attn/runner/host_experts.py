@@ -11,7 +11,8 @@ from torch import nn
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.layers.expert_memory import HOST, ExpertMemory
 from deepseek_attn.models.block import Backbone
-from deepseek_attn.models.host_experts import AHEAD_LOAD, ExpertRows, LayerExperts, NextLayer
+from deepseek_attn.models.host_experts import AHEAD_LOAD, LayerExperts, NextLayer
+from deepseek_attn.models.host_rows import ExpertRows
 from deepseek_attn.models.moe import MoE
 
 STEP_BYTES, STEP_BYTES_PER_TOKEN = 2 << 30, 384 << 10

@@ -24,7 +24,7 @@ from deepseek_attn.kernels.common.invariance import batch_invariant_ops
 from deepseek_attn.layers.engram import EngramTables
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, Backbone, layer_specs
-from deepseek_attn.models.host_experts import ExpertRows
+from deepseek_attn.models.host_rows import ExpertRows
 from deepseek_attn.runner.ahead.compilation import Compilation, launching
 from deepseek_attn.runner.cpu_threads import CpuThreads
 from deepseek_attn.runner.drafting import Drafter

@@ -22,7 +22,8 @@ from deepseek_attn.kernels.moe.types import ExpertsCall, ExpertStack
 from deepseek_attn.layers.expert_memory import ExpertMemory
 from deepseek_attn.models import host_experts
 from deepseek_attn.models.expert_rows import ExpertFormat, cached_experts
-from deepseek_attn.models.host_experts import AHEAD_COPIES, ExpertRows, NextLayer
+from deepseek_attn.models.host_experts import AHEAD_COPIES, NextLayer
+from deepseek_attn.models.host_rows import ExpertRows
 from deepseek_attn.models.moe import Gate, MoE
 from deepseek_attn.runner import ModelRunner, host_experts as held_rows
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes

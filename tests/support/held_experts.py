@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 from deepseek_attn.models.expert_rows import HOST_AREAS, expert_formats
-from deepseek_attn.models.host_experts import ExpertRows
+from deepseek_attn.models.host_rows import ExpertRows
 from deepseek_attn.models.moe import Experts, MoE
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.host_experts import give_rows, predict_experts
