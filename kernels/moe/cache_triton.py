@@ -195,23 +195,26 @@ def choose_ahead_kernel(
         for i in tl.static_range(COPIES):
             num_before += (tl.load(cache.before + i) >= 0).to(tl.int32)
     tl.debug_barrier()  # until every warp has loaded rows and owners
-    # early copies for the next layer go on while it is 0
+    # the next layer's early copy goes on while this is 0
     tl.store(cache.num_moves, 0 if cache.before is None else -1)
-    for i in tl.static_range(COPIES):
-        if (i == 0) == (cache.before is not None):  # the first entry is that of early calls
-            next_turn, victim = tl.min(turn, 0), tl.min(key, 0)
-            guess = tl.min(tl.where(turn == next_turn, chosen, E), 0)
-            target = (victim & 0xFFFF).to(tl.int32)
-            old = tl.sum(tl.where(slot == target, owner, 0), 0)
-            found = (next_turn < 1 << 30) & (victim < _KEPT) & (num_before == 0)
-            tl.store(cache.row + old, -1, mask=found & (old >= 0))
-            tl.store(cache.row + guess, first + target, mask=found)
-            tl.store(cache.owner + target, guess, mask=found)
-            tl.store(cache.ahead + i, tl.where(found, guess, -1))
-            tl.store(cache.ahead + COPIES + i, first + target)
-            turn = tl.where(chosen == guess, 1 << 30, turn)
-            key = tl.where(slot == target, _KEPT, key)
-        elif cache.before is not None:
+    # early calls fill the first entry, other calls the entries behind it
+    FIRST: tl.constexpr = 1 if cache.before is None else 0
+    END: tl.constexpr = COPIES if cache.before is None else 1
+    for i in tl.static_range(FIRST, END):
+        next_turn, victim = tl.min(turn, 0), tl.min(key, 0)
+        guess = tl.min(tl.where(turn == next_turn, chosen, E), 0)
+        target = (victim & 0xFFFF).to(tl.int32)
+        old = tl.sum(tl.where(slot == target, owner, 0), 0)
+        found = (next_turn < 1 << 30) & (victim < _KEPT) & (num_before == 0)
+        tl.store(cache.row + old, -1, mask=found & (old >= 0))
+        tl.store(cache.row + guess, first + target, mask=found)
+        tl.store(cache.owner + target, guess, mask=found)
+        tl.store(cache.ahead + i, tl.where(found, guess, -1))
+        tl.store(cache.ahead + COPIES + i, first + target)
+        turn = tl.where(chosen == guess, 1 << 30, turn)
+        key = tl.where(slot == target, _KEPT, key)
+    if cache.before is not None:
+        for i in tl.static_range(1, COPIES):
             tl.store(cache.ahead + i, -1)
 
 
