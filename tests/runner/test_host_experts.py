@@ -198,7 +198,8 @@ def test_predictions_change_no_bits(monkeypatch, family):
                 stats = rows.stats
         assert torch.equal(tables[0], tables[-1])
         assert (stats.ahead > 0) == (name != "of other ranks")
-        assert (stats.dropped > 0) == (name == "partly right") or "second" in name, name
+        if name != "wrong the second time":  # of few experts, that guess may be needed by chance
+            assert (stats.dropped > 0) == (name in ("partly right", "right the second time")), name
     runner.close()
 
 
