@@ -35,7 +35,7 @@ STREAM_LOAD = 2
 routings 0.86 of the experts are needed then."""
 
 AHEAD_COPIES = 2
-"""Experts of the next layer that are copied before its routing is known, beside one that was copied two layers ahead.
+"""Experts of a layer that are copied while the previous layer computes. One more may have been copied a layer earlier.
 There is time for them from the copies of one layer to the routing of the next, 130 (one token) to 390 us (16 tokens) of
 V4-Flash on an H200; the bus takes 270 us for an expert. More would not be begun in this time."""
 AHEAD_LOAD = 0.375

@@ -498,9 +498,9 @@ def host_experts(data: Data) -> Subject:
     rates = [row["copied"] * nbytes / row["bus_seconds"] / 1e9 for row, nbytes in steps]
     return Subject(
         "Experts in host memory",
-        "V4-Flash on one H200 or one H100. Its 43 layers share the experts of three layers, which are in pinned host "
-        "memory. The GPU caches as many of each layer as fit into its memory, or into 80 GB. Measured are the experts "
-        "alone and the whole model. "
+        "V4-Flash with random weights on one H200 or one H100. Its 43 layers read the same three layers of experts "
+        "from pinned host memory. The GPU caches as many experts of each layer as fit into its memory, or into 80 GB. "
+        "The columns show the routed experts alone, and the whole model. "
         f'The bus: copied experts at cudaMemcpy\'s rate ({min(rates):.1f} to {max(rates):.1f} GB/s). "All there": the '
         "same step again. Residents followed Zipf's law for 400 steps before the steps at 118, for at most 150 before "
         "the others. At 118 and on the H100 32 programs copy, in the others 8. Predicted: this "

@@ -1,7 +1,7 @@
 """A reply that must call functions, as a grammar: the markup of DeepSeek's encodings around arguments of their schemas.
 
-Parameters are written as the encodings write them: strings without quotes, other values as JSON. Strings with a
-``pattern`` or a ``format`` are written as JSON too. Parameters follow the order of the schema; a call has no others.
+The encodings write a string parameter without quotes, and every other value as JSON. The grammar also requires JSON for
+a string whose schema has a ``pattern`` or a ``format``. It accepts only the parameters of the schema, in their order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def call_grammar(
         functions: the functions that may be called.
         begun: the prompt ends behind the beginning of the block.
         several: one call or more; else exactly one.
-        spelled: match the text ``｜DSML｜``, because the tokenizer has no such token.
+        spelled: match ``｜DSML｜`` as text, for a tokenizer without that token.
 
     Raises:
         ValueError: the parameters of a function are not an object, or have keywords that are not supported.

@@ -185,7 +185,7 @@ def requires_call(choice: Any) -> bool:
 
 
 def required_functions(functions: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
-    """The functions that may be called where ``tool_choice`` requires a call: all, or the one that it names.
+    """Functions that a reply may call if ``tool_choice`` requires a call: all of them, or the named one.
 
     Raises:
         ValueError: the choice names a function that is not among them.

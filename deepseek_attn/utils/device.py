@@ -138,8 +138,8 @@ def run_beside(
     event: only within a graph do streams share memory in the order of their events.
 
     Args:
-        urgent: it has a side stream of its own, whose programs start before others.
-        behind: it waits for earlier launches of the current stream; else only for those of its side stream.
+        urgent: use a second side stream, of high priority.
+        behind: wait for earlier launches of the current stream. If False, wait only for the side stream's own.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return function(), None

@@ -255,8 +255,8 @@ def _balance(args, first, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
         for _ in tl.static_range(M, LAST):
             sums += (tl.zeros((TOKENS,), tl.float32),)
         squares = tl.zeros((TOKENS,), tl.float32)
-        # All rows of a split are loaded before the first sum waits. Loading all splits first is no faster and takes 8 s
-        # to compile instead of 1.5: to choose layouts, Triton walks all operations for each of the 200 loads.
+        # Load all rows of one split, then add them. Loading all splits first is no faster, but compiles in 8 s instead
+        # of 1.5: Triton's layout pass visits every operation once for each of the 200 loads.
         for split in range(splits):
             at = args.sums + (split * T + t) * (ROWS + 1)
             squares += tl.load(at + ROWS)

@@ -101,17 +101,19 @@ def prefetch_experts(
     read the rows of the layer between both calls. Results do not depend on the prediction.
 
     Args:
-        cache: of the layer. ``row`` and ``owner`` are updated, ``ahead`` is written.
+        cache: of the layer. ``row``, ``owner`` and ``totals`` are updated; ``ahead``, ``num_moves`` and ``resume`` are
+            written.
         predicted: contiguous ids ``[T, k]`` in order of falling score, -1 for experts of other ranks. As many as
             ``ahead`` has room for behind its first entry are copied: first every token's first expert, then every
             token's second one. They evict experts as `fetch_experts` does, but no predicted ones, and use no rows from
             ``staged`` on.
         stream: runs the copies. None: they run on the current stream. CUDA only.
-        before: of the layer before, for an early call, which follows the `prefetch_experts` of that layer. If that call
-            copies none, one expert is copied here, the first entry of ``ahead``. The copy pauses when `fetch_experts`
-            of the layer before finds experts to copy, so its ``stream`` must be another one, behind all copies so far.
-            A second call must follow, without ``before``, whose ``stream`` is behind this one: the expert of the early
-            call loses its row if it is not predicted again; else the rest of it is copied before others.
+        before: cache of the previous layer, for an early call. The call must follow `prefetch_experts` of that layer.
+            It copies one expert, the first entry of ``ahead``, if that call copies none. The copy pauses when
+            `fetch_experts` of the previous layer finds experts to copy. It therefore needs a ``stream`` of its own,
+            which waits for all earlier copies. A second call without ``before`` must follow, on a ``stream`` that waits
+            for the early one. If the second call does not predict the expert again, the expert loses its row.
+            Otherwise the second call copies the rest of it first.
 
     Raises:
         ValueError: ids that are not integers, more than 8192 of them, or tensors of the cache that do not fit.

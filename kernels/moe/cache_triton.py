@@ -7,9 +7,9 @@ They read pinned host memory by its address, over the bus, and write rows of sta
     side stream:  predicted n + 1 -- choose_ahead n + 1                                    | drops
     copies:                           +-- fetched n ----- +-- ahead n + 1 ................-+- fetched n + 1
 
-If nothing is copied ahead for layer n + 1, the bus would rest until its routing. Then one expert of layer n + 2 is
-copied early, on another stream. If the routing of n + 1 lists experts to copy, the early copy pauses; what it has not
-copied comes first in the copies ahead for n + 2.
+If layer n + 1 lacks no predicted expert, the bus would rest until its routing is known. One expert of layer n + 2 is
+then copied early, on a stream of its own. The early copy pauses if the routing of layer n + 1 lists experts to copy.
+The copies ahead for layer n + 2 begin with the rest of that expert.
 
     side stream:  choose_ahead n + 1 -- predicted n + 2 -- choose_ahead n + 2 (early) ...... choose_ahead n + 2
     copies:       +-- ahead n + 1 (none) .................................... fetched n + 1 -- ahead n + 2
@@ -35,7 +35,7 @@ _KEPT = tl.constexpr((2**31 - 1) << 32)  # key of rows that this call needs: beh
 class CacheState(NamedTuple):
     """Tensors of `HostExperts` that `choose_rows_kernel` and `choose_ahead_kernel` read and write.
 
-    ``before``: of an early call, the experts copied ahead for the layer before, else None.
+    ``before``: ``ahead`` of the previous layer in an early call, else None.
     """
 
     row: Any
@@ -154,9 +154,9 @@ def choose_ahead_kernel(
 
     Args:
         experts_ptr: ``[pairs / TOPK, TOPK]``, -1 for experts of other ranks; PAIRS: a power of two, at least ``pairs``.
-        cache: `CacheState`. With ``before``, this is an early call: one expert is chosen if ``before`` has none. Else
-            the expert of an early call stays if it is predicted again; if not, its row is free, and copying programs
-            that still run leave out the rest of it.
+        cache: `CacheState`. ``before`` marks an early call, which chooses one expert if ``before`` lists none. Other
+            calls keep the expert of an early call if it is predicted again. Otherwise they free its row, and copying
+            programs that still run skip the rest of it.
         COPIES: entries of ``cache.ahead``. Other arguments: see `choose_rows_kernel`.
     """
     pair = tl.arange(0, PAIRS)
@@ -280,9 +280,10 @@ def copy_experts_kernel(
     Args:
         parts_ptr: int64 ``[PARTS, 4]`` of `CopiedParts`; units: jobs of an expert.
         moves_ptr: int32 ``[2, MOVES]``, experts and rows.
-        num_moves_ptr: their number. With DROPS: None; or, for early copies, that of the layer before: only the first
-            expert is copied, as long as the number is 0.
-        resume_ptr: int32 ``[programs]``, the first job of each program with DROPS; early copies begin, and write it.
+        num_moves_ptr: their number. With DROPS, None, or for early copies the number of the previous layer: the first
+            expert alone is copied, until that number is not 0.
+        resume_ptr: int32 ``[programs]``, read with DROPS: the first job of each program. Early copies do not read it;
+            they write the first job that is left.
         ALIGNED: words of 16 bytes are copied, else bytes.
         DROPS: there are MOVES experts, -1 for none; one that becomes -1 while the kernel runs is copied no further.
     """

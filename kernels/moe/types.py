@@ -115,11 +115,11 @@ class HostExperts(NamedTuple):
         first, staged: rows; at least E - S rows follow ``staged``.
         found: int32 ``[E]``, written by `fetch_experts`: the row of each expert that the products may read.
         moves: int32 ``[2, E]``, written by `fetch_experts`: the copied experts, and the row of each.
-        num_moves: int32 ``[1]``, at first 0. `fetch_experts` writes the number of copied experts, `prefetch_experts` 0,
-            and an early call of it -1.
-        ahead: int32 ``[2, A]``, written by `prefetch_experts`: the experts that it copies, -1 for none, and the row of
-            each; the first is that of an early call. `fetch_experts` sets those that are not needed to -1.
-        resume: int32 ``[COPY_PROGRAMS]``, where each program that copies ahead begins.
+        num_moves: int32 ``[1]``, initially 0. `fetch_experts` writes the number of copied experts. `prefetch_experts`
+            writes 0, or -1 in an early call.
+        ahead: int32 ``[2, A]``, written by `prefetch_experts`: ids of the experts that it copies, -1 for none, and
+            their rows. Only early calls fill the first entry. `fetch_experts` sets ids of unneeded experts to -1.
+        resume: int32 ``[COPY_PROGRAMS]``, the first job of each program that copies ahead.
         totals: int64 ``[4]``, over all calls: experts needed; experts that `fetch_experts` copied; experts that
             `prefetch_experts` copied and that were needed; experts that it copied and that were not.
         gates, outputs, whole: `copied_parts` of w1 and w3, of w2, and of all three.
